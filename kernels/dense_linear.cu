@@ -22,11 +22,12 @@
 // of "dense optimized"; no recipe times it alone.
 //
 // Patches: where PATCH_WIDE is not 0, x is images (image, channel, row, column) without gaps, and a row of the product is a patch of PATCH_HIGH x
-// PATCH_WIDE pixels, all channels one after the other: patches are read where they lie, image by image, row by row.
+// PATCH_WIDE pixels, all channels one after the other: patches are read where they lie, image by image, row by row. Each image has PREFIX rows of
+// y before its patches. RESIDUAL then adds a position: `residual` has the rows of one image, first the PREFIX ones as they are to be in y.
 //
 // Gated: half of the outputs of a block are a gate's and half the value's at the same places, and y = act(gate) * value, of OUT / 2 columns.
 //
-// Defines: IN, OUT, MODE, ACTIVATION (exact_activation.cuh), GATED, RESIDUAL, PATCH_HIGH, PATCH_WIDE, WARPS, COLUMNS, STAGES.
+// Defines: IN, OUT, MODE, ACTIVATION (exact_activation.cuh), GATED, RESIDUAL, PATCH_HIGH, PATCH_WIDE, PREFIX, WARPS, COLUMNS, STAGES.
 // Limits: sm_90a; rows of x of whole batches, beginning at multiples of 16 bytes, as those of the residual; OUT a multiple of COLUMNS.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
@@ -53,7 +54,7 @@ constexpr int kBatchesOfChannel = kPatches ? PATCH_HIGH * kLine / 128 : kBatches
 static_assert(!kPatches || (kLine % 16 == 0 && 128 % kLine == 0 && PATCH_HIGH * kLine % 128 == 0), "a batch is whole lines of one channel");
 static_assert(IN % kBatch == 0 && OUT % COLUMNS == 0 && kTiles % (kRun * kHalves) == 0 && WARPS % kUnitWarps == 0, "whole batches, tiles and units");
 static_assert(!GATED || !RESIDUAL, "nothing is added behind a gate");
-static_assert(!kPatches || !RESIDUAL, "nothing is added to patches");
+static_assert(kPatches || PREFIX == 0, "images have rows before their patches");
 
 __device__ __forceinline__ long long first_row(int round, int warp) {
     const long long block = blockIdx.x / kColumnTiles, blocks = gridDim.x / kColumnTiles;
@@ -244,6 +245,18 @@ __device__ __forceinline__ void spread(float (&to)[kHeld], const u32 (&from)[4])
     }
 }
 
+// The rows before the patches of each image: the PREFIX rows of `from`, by all blocks of a column tile.
+__device__ __forceinline__ void store_prefix(char* y, const char* from, long long images, u32 of_image, int tile) {
+    constexpr int kPieces = COLUMNS * kElem / 16;  // of a row
+    const long long threads = gridDim.x / kColumnTiles * blockDim.x, pieces = images * PREFIX * kPieces;
+    for (long long at = blockIdx.x / kColumnTiles * blockDim.x + threadIdx.x; at < pieces; at += threads) {
+        const long long image = at / (PREFIX * kPieces);
+        const int row = (int)(at / kPieces % PREFIX), byte = tile * COLUMNS * kElem + (int)(at % kPieces) * 16;
+        *reinterpret_cast<Vector<16>*>(y + (image * (PREFIX + of_image) + row) * (OUT * kElem) + byte) =
+            *reinterpret_cast<const Vector<16>*>(from + row * (OUT * kElem) + byte);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 dense_linear(const char* __restrict__ x, const char* __restrict__ image, const float* __restrict__ columns, const char* __restrict__ residual,
              char* __restrict__ y, long long rows, long long x_stride, long long residual_stride, long long height) {
@@ -267,12 +280,14 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
     StagedRows staged(x, rows, x_stride, height, staged_at, warp, lane);
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) staged.load();
+    const u32 of_image = patches_of_image(x_stride, height);
+    if constexpr (PREFIX > 0) store_prefix(y, residual, rows / of_image, of_image, tile);
 
     const int column_byte = tile * (COLUMNS / kHalves) * kElem + t * 16;
 #pragma unroll 1
     for (int round = 0; first_row(round, warp) < rows; ++round) {
         const long long row = first_row(round, warp) + warp % kUnitWarps * 16 + g;
-        if (RESIDUAL && t == 0) {  // from here on they are loading into the L2 cache
+        if (RESIDUAL && !kPatches && t == 0) {  // from here on they are loading into the L2 cache
             const char* const residual_row = residual + row * residual_stride + column_byte;
 #pragma unroll
             for (int h = 0; h < 2; ++h)
@@ -292,8 +307,14 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
         char* y_row[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            residual_row[h] = residual + (row + h * 8) * residual_stride + column_byte;
-            y_row[h] = y + (row + h * 8) * (OUT / kHalves * kElem) + column_byte;
+            long long from = row + h * 8, to = from;
+            if constexpr (kPatches) {
+                const Patch patch(from, of_image);
+                from = PREFIX + patch.place;
+                to += (patch.image + 1ll) * PREFIX;
+            }
+            residual_row[h] = residual + from * residual_stride + column_byte;
+            y_row[h] = y + to * (OUT / kHalves * kElem) + column_byte;
         }
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {

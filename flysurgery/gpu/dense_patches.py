@@ -1,6 +1,9 @@
-"""The dense product of patches of images, read where they lie, in one launch; an operator that compiled graphs can hold."""
+"""The dense product of patches of images, read where they lie, with position and the tokens before them, in one launch."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +28,14 @@ def run_patches(
     images: Tensor,  # shape: (images, channels, height, width)
     weight: Tensor,  # shape: (features, channels, patch height, patch width)
     bias: Tensor | None,  # shape: (features,)
+    position: Tensor | None,  # shape: (*, patches, features), or (*, tokens + patches, features)
+    prefix: Sequence[Tensor],  # shapes: (*, some of the tokens, features)
     mode: str,
-) -> Tensor:  # shape: (images, patches, features)
+) -> Tensor:  # shape: (images, tokens + patches, features)
     """The convolution of patches that do not overlap, which are read where they lie, in one launch on the current stream.
+
+    The position is added to the float32 sums. The tokens of ``prefix``, with their position if there is one, are written before each
+    image's patches.
 
     Raises:
         BackendError: there is no tiling, as ``patches_obstacle`` tells beforehand, or the kernel does not compile or launch.
@@ -35,31 +43,45 @@ def run_patches(
     device_index = images.device.index
     (count, channels, height, width), (features, _, high, wide) = images.shape, weight.shape
     images = images if images.is_contiguous() and images.data_ptr() % 16 == 0 else images.clone(memory_format=torch.contiguous_format)
-    patches = (height // high) * (width // wide)
-    rows = count * patches
-    y = fresh((count, patches, features), images.dtype, images.device)
+    patches, patch = (height // high) * (width // wide), Patch(high, wide, sum(tokens.shape[-2] for tokens in prefix))
+    rows, inputs = count * patches, channels * high * wide
+    y = fresh((count, patch.prefix + patches, features), images.dtype, images.device)
     if rows == 0:
         return y
-    tile, kernel, sizes = launcher(channels * high * wide, features, mode, "none", False, Patch(high, wide), rows, device_index)
-    sources = (weight,) if bias is None else (weight, bias)
-    token = ("dense linear", tile, bias is None, True)
-    (image, columns), early = derived_for_launch(token, sources, lambda: pack_dense(tile, weight, bias, None))
-    strides = width * images.element_size(), 0, height
-    kernel.launch(*sizes, current_stream(device_index), images, image, columns, None, y, rows, *strides, early=early)
+    tile, kernel, sizes = launcher(inputs, features, mode, "none", position is not None, patch, rows, device_index)
+
+    def make() -> tuple[Tensor, ...]:
+        added = [part for part in rows_of_image(position, prefix, patches) if part is not None]
+        return *pack_dense(tile, weight, bias, None), *([torch.cat(added)] if added else [])
+
+    sources = (weight, *[part for part in (bias, position, *prefix) if part is not None])
+    (image, columns, *added), early = derived_for_launch(("dense patches", tile, patches, bias is None, position is None), sources, make)
+    strides = width * images.element_size(), features * images.element_size(), height
+    kernel.launch(*sizes, current_stream(device_index), images, image, columns, added[0] if added else None, y, rows, *strides, early=early)
     return y
 
 
-def _on_device(images: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
+def rows_of_image(position: Tensor | None, prefix: Sequence[Tensor], patches: int) -> tuple[Tensor | None, Tensor | None]:
+    """The rows before an image's patches, with their position where it has one for them, and the rows that are added to patches."""
+    before = torch.cat([tokens.detach().flatten(0, -2) for tokens in prefix]) if prefix else None
+    if position is None:
+        return before, None
+    rows = position.detach().flatten(0, -2)
+    covered = len(rows) - patches
+    return (before + rows[:covered] if before is not None and covered else before), rows[covered:]
+
+
+def _on_device(images: Tensor, *others: Any) -> Tensor:
     with torch.cuda.device(images.device):
-        return run_patches(images, weight, bias, mode)
+        return run_patches(images, *others)
 
 
-def _fake(images: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
+def _fake(images: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor | None, prefix: Sequence[Tensor], mode: str) -> Tensor:
     (count, _, height, width), (features, _, high, wide) = images.shape, weight.shape
-    return images.new_empty((count, (height // high) * (width // wide), features))
+    return images.new_empty((count, sum(each.shape[-2] for each in prefix) + (height // high) * (width // wide), features))
 
 
 _library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define("dense_patches(Tensor images, Tensor weight, Tensor? bias, str mode) -> Tensor")
+_library.define("dense_patches(Tensor images, Tensor weight, Tensor? bias, Tensor? position, Tensor[] prefix, str mode) -> Tensor")
 _library.impl("dense_patches", _on_device, "CUDA")
 torch.library.register_fake("flysurgery::dense_patches", _fake, lib=_library)

@@ -15,10 +15,11 @@ _STREAMED_SUMS = 384
 
 
 class Patch(NamedTuple):
-    """Patches of images in place of rows: their height and width."""
+    """Patches of images in place of rows: their height and width, and how many rows of y stand before those of each image."""
 
     high: int
     wide: int
+    prefix: int = 0
 
 
 NO_PATCH = Patch(0, 0)
@@ -84,7 +85,7 @@ class DenseTiling:
         return tiles * max(1, min(-(-rows // _UNIT), multiprocessors // tiles))
 
     def defines(self, activation: str, residual: bool, patch: Patch = NO_PATCH) -> dict[str, int]:
-        """The macros that the kernel is compiled with; ``residual`` says whether one is added."""
+        """The macros that the kernel is compiled with; ``residual`` says whether one, or a position of patches, is added."""
         return {
             "IN": self.in_features,
             "OUT": self.out_features,
@@ -94,6 +95,7 @@ class DenseTiling:
             "RESIDUAL": int(residual),
             "PATCH_HIGH": patch.high,
             "PATCH_WIDE": patch.wide,
+            "PREFIX": patch.prefix,
             "WARPS": self.warps,
             "COLUMNS": self.columns,
             "STAGES": self.stages,

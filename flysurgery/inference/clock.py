@@ -38,7 +38,9 @@ def random_inputs(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> l
     return [torch.randn(shape, generator=generator, dtype=dtype, device=device) for shape in shapes]
 
 
-def medians_ms(ways: Sequence[Way], inputs: Sequence[Tensor], *, most_copies: int | None = None) -> tuple[float, ...]:
+def medians_ms(
+    ways: Sequence[Way], inputs: Sequence[Tensor], *, most_copies: int | None = None, captured: bool = True
+) -> tuple[float, ...]:
     """Milliseconds of one call of each way. Every round times all of them, in a new order.
 
     On CUDA the calls are captured as graphs and run with cold caches; if one of them waits for the device, they are launched from Python.
@@ -46,9 +48,10 @@ def medians_ms(ways: Sequence[Way], inputs: Sequence[Tensor], *, most_copies: in
 
     Args:
         most_copies: bounds the inputs of one sample, for ways whose weights fill the cache by themselves.
+        captured: whether calls are captured where that is possible.
     """
     on_cuda = inputs[0].is_cuda
-    samplers = _cuda_samplers(ways, inputs, most_copies) if on_cuda else [_sampler(way, inputs) for way in ways]
+    samplers = _cuda_samplers(ways, inputs, most_copies, captured) if on_cuda else [_sampler(way, inputs) for way in ways]
     times: list[list[float]] = [[] for _ in ways]
     order, shuffle = list(range(len(ways))), random.Random(0).shuffle
     rounds, started = 0, time.perf_counter()
@@ -70,7 +73,7 @@ def _sampler(way: Way, inputs: Sequence[Tensor]) -> Callable[[], float]:
     return sample
 
 
-def _cuda_samplers(ways: Sequence[Way], inputs: Sequence[Tensor], most_copies: int | None) -> list[Callable[[], float]]:
+def _cuda_samplers(ways: Sequence[Way], inputs: Sequence[Tensor], most_copies: int | None, captured: bool) -> list[Callable[[], float]]:
     device = inputs[0].device
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     count = 1 + CACHE_MULTIPLE * cache_bytes // max(1, sum(each.nbytes for each in inputs))
@@ -81,7 +84,7 @@ def _cuda_samplers(ways: Sequence[Way], inputs: Sequence[Tensor], most_copies: i
         for way in ways:
             for _ in range(2):
                 way(*copies[0])
-        waiting = any(_waits(way, copies[0]) for way in ways)
+        waiting = not captured or any(_waits(way, copies[0]) for way in ways)
     stream.synchronize()
     pool = torch.cuda.graph_pool_handle()
     works = [_eager(way, copies) if waiting else _captured(way, copies, stream, pool) for way in ways]

@@ -1,47 +1,64 @@
-"""Finds the blocks of a model, which kernels could compute, by one trace."""
+"""Finds everything in a model that kernels could compute together, by one trace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.fx import Node
 
-from flysurgery.inference.call_form import form_of
-from flysurgery.inference.graph import UnfitError, attempt, is_idle, origin, watch
-from flysurgery.inference.groups import (
-    Attended,
-    AttentionOut,
-    Block,
-    BlockPart,
-    FeedForwardGroup,
-    NormModule,
-    Patches,
-    ProjectionGroup,
-    Tail,
-)
-from flysurgery.inference.match import BlockMatcher, Matcher
+from flysurgery.inference.embedding import CALLERS, METHOD, Embedding, embedding_of, inline_embedding
+from flysurgery.inference.graph import Calls, attempt, below, is_idle, origin, watch
+from flysurgery.inference.match import AttentionOut, Block, BlockMatcher, FeedForwardGroup, Matcher, NormModule, ProjectionGroup
 from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.surgery import Reason
-from flysurgery.walker import Call, Example, Survey, name_of, shape_of, survey
+from flysurgery.walker import Example, Survey, name_of, survey
 
-Group = TypeVar("Group")
+
+class Patches(NamedTuple):
+    """A convolution whose stride is its kernel's size: a product of flattened patches and a matrix; and its node."""
+
+    fqn: str
+    node: Node
 
 
 @dataclass
 class Findings:
-    """The blocks, the inner ones first; and the groups that are in none: their kind and the reason, by name.
+    """The groups by the name of their last linear (of patches, the convolution, or the module that is their embedding where something
+    follows it; of a norm by itself, its own), and the reasons of those that are none.
 
-    A group has the name of its last linear. Patches and single norms have their own.
+    ``calls`` are those of every module in one forward, ``around`` the modules around each node. A feed-forward group outside of the proven
+    blocks may still be fused; an attention's output is not, so it is among the reasons.
     """
 
     seen: Survey
-    blocks: list[Block] = field(default_factory=list)
+    calls: dict[str, Calls]
+    around: dict[Node, tuple[str, ...]]
+    blocks: dict[str, Block] = field(default_factory=dict)
+    projections: dict[str, ProjectionGroup] = field(default_factory=dict)
+    feed_forwards: dict[str, FeedForwardGroup] = field(default_factory=dict)
+    patches: dict[str, Patches] = field(default_factory=dict)
+    embeddings: dict[str, Embedding] = field(default_factory=dict)
+    norms: dict[str, NormModule] = field(default_factory=dict)
     reasons: dict[str, tuple[str, Reason]] = field(default_factory=dict)
+
+    def inside(self, fqn: str) -> list[Node]:
+        """The nodes that run in the forward of a module."""
+        return [node for node, names in self.around.items() if fqn in names]
+
+    def common_module(self, nodes: frozenset[Node]) -> str | None:
+        """The innermost module in whose forward all nodes run, idle ones aside."""
+        first, *others = [self.around[node] for node in nodes if not is_idle(node)]
+        common = [fqn for fqn in first if all(fqn in other for other in others)]
+        return common[-1] if common else None
+
+    def consists_of(self, fqn: str, nodes: frozenset[Node]) -> bool:
+        """Whether a module computes these nodes and nothing else."""
+        return all(node in nodes or is_idle(node) or not node.users for node in self.inside(fqn))
 
 
 def find_groups(model: nn.Module, example: Example | None = None) -> Findings:
@@ -50,119 +67,93 @@ def find_groups(model: nn.Module, example: Example | None = None) -> Findings:
     Raises:
         WalkError: as ``flysurgery.walker.survey``.
     """
-    return _Search(survey(model, example, prepare=_put_linears), replaceable=is_plain(model)).run()
-
-
-class _Search:
-    """Fills ``Findings``. ``replaceable`` says whether the model itself may get another forward."""
-
-    def __init__(self, seen: Survey, *, replaceable: bool) -> None:
-        self.seen, self.replaceable, self.found = seen, replaceable, Findings(seen)
-        self.calls, self.matcher = watch(seen), Matcher(seen)
-        self.around = {node: seen.owners.around(node) for node in seen.trace.graph.nodes}
-
-    def run(self) -> Findings:
-        projections = self._groups("qkv", "qkv", self.matcher.projection)
-        outs = self._groups("attn_out", "attn_out", self.matcher.attention_out)
-        feeds = self._groups("ffn_out", "ffn", self.matcher.feed_forward)
-        sums: dict[str, list[AttentionOut | FeedForwardGroup]] = {}
-        for group in (*outs, *feeds):
-            fqn, residual = self.seen.owners.innermost(group.tail.result), group.tail.residual
-            if fqn is not None and residual is not None and (isinstance(group, AttentionOut) or residual is group.source):
-                sums.setdefault(fqn, []).append(group)
-            elif isinstance(group, AttentionOut):
-                self.found.reasons[group.linear] = ("attn_out", Reason("no-residual", "its result is not added to anything"))
-        for fqn, added in sums.items():
-            names = [each.linear for each in added if isinstance(each, AttentionOut)]
-            self._add("attn_out", names, self._residual_block, fqn, added, projections)
-        self._add_lone(projections, feeds)
-        self._add_patches()
-        self._add_norms()
-        self.found.blocks.sort(key=lambda block: len(block.fqn), reverse=True)
-        return self.found
-
-    def _groups(self, role: str, kind: str, match: Callable[[Call], Group]) -> list[Group]:
-        """The groups of the linears of a role."""
-        groups, reasons = dict[str, Group](), self.found.reasons
-        for call in self.matcher.of_role(role):
+    seen = survey(model, example, prepare=_put_linears)
+    matcher, around = Matcher(seen), {node: seen.owners.around(node) for node in seen.trace.graph.nodes}
+    found, outs = Findings(seen, watch(seen, (METHOD, *CALLERS)), around), dict[str, AttentionOut]()
+    for role, group, match, kept in (
+        ("qkv", "qkv", matcher.projection, found.projections),
+        ("attn_out", "attn_out", matcher.attention_out, outs),
+        ("ffn_out", "ffn", matcher.feed_forward, found.feed_forwards),
+    ):
+        for call in matcher.of_role(role):
             outcome = attempt(match, call)
-            if call.fqn in groups or call.fqn in reasons:
+            if call.fqn in kept or call.fqn in found.reasons:
                 outcome = Reason("calls", "it is called more than once in one forward")
-                groups.pop(call.fqn, None)
+                kept.pop(call.fqn, None)
             if isinstance(outcome, Reason):
-                reasons[call.fqn] = (kind, outcome)
+                found.reasons[call.fqn] = (group, outcome)
             else:
-                groups[call.fqn] = outcome
-        return [*groups.values()]
+                kept[call.fqn] = outcome  # pyright: ignore[reportArgumentType]  match and kept belong together
+    _find_blocks(found, [*outs.values(), *found.feed_forwards.values()])
+    _find_patches(found)
+    _find_embeddings(found)
+    _find_norms(matcher, found)
+    return found
 
-    def _add(self, kind: str, names: Iterable[str], make: Callable[..., Block], *args: Any) -> None:
-        """Add the block that ``make`` makes of the arguments, or the reason why there is none, for the groups of these names."""
-        outcome = attempt(make, *args)
+
+def _find_blocks(found: Findings, groups: Sequence[AttentionOut | FeedForwardGroup]) -> None:
+    """Blocks among the modules whose own forward makes the residual sums of groups."""
+
+    def leave(group: AttentionOut | FeedForwardGroup, reason: Reason) -> None:
+        if isinstance(group, AttentionOut):
+            found.reasons[group.linear] = ("attn_out", reason)
+
+    sums: dict[str, list[AttentionOut | FeedForwardGroup]] = {}
+    for group in groups:
+        fqn = found.seen.owners.innermost(group.tail.result)
+        if group.tail.residual is None or fqn is None:
+            leave(group, Reason("no-residual", "its result is not added to anything"))
+        elif isinstance(group, AttentionOut) or group.tail.residual is group.source:
+            sums.setdefault(fqn, []).append(group)
+    for fqn, added in sums.items():
+        outcome = attempt(BlockMatcher(found.seen, found.around, fqn, added, found.projections.values()).match)
         if isinstance(outcome, Reason):
-            self.found.reasons |= dict.fromkeys(names, (kind, outcome))
+            for group in added:
+                leave(group, outcome)
         else:
-            self.found.blocks.append(outcome)
+            found.blocks[fqn] = outcome
 
-    def _residual_block(self, fqn: str, added: list[AttentionOut | FeedForwardGroup], projections: Iterable[ProjectionGroup]) -> Block:
-        """The module whose own forward makes the residual sums of these groups."""
-        self._check_replaceable(fqn)
-        return BlockMatcher(self.matcher, self.calls, self.around, fqn, added, projections).match()
 
-    def _add_lone(self, projections: list[ProjectionGroup], feeds: list[FeedForwardGroup]) -> None:
-        """Modules that are one feed-forward group by themselves, and the reasons of groups that are in no block."""
-        parts = [part for block in self.found.blocks for part in block.parts]
-        covered = {part.second for part in parts if isinstance(part, FeedForwardGroup)}
-        covered |= {part.projection.linear for part in parts if isinstance(part, Attended) and part.projection is not None}
-        reason = Reason("no-block", "it is in no module that is proven to compute residual sums alone")
-        self.found.reasons |= {group.linear: ("qkv", reason) for group in projections if group.linear not in covered}
-        for group in feeds:
-            if group.second not in covered:
-                self._add("ffn", [group.second], self._feed_forward, group)
+def _find_patches(found: Findings) -> None:
+    seen = found.seen
+    for node in seen.trace.graph.nodes:
+        source = node.args[0] if name_of(node) == "conv2d" else None
+        if not isinstance(source, Node) or origin(source) not in seen.trace.inputs:
+            continue
+        fqn = seen.owners.innermost(node) or ""
+        module = seen.owners.modules[fqn]
+        if type(module) is nn.Conv2d and is_plain(module) and _is_tiling(module):
+            found.patches[fqn] = Patches(fqn, node)
+        else:
+            found.reasons[fqn] = ("patches", Reason("overlap", "its patches overlap, or it is no plain convolution"))
 
-    def _add_patches(self) -> None:
-        for node in self.seen.trace.graph.nodes:
-            source = node.args[0] if name_of(node) == "conv2d" else None
-            if isinstance(source, Node) and origin(source) in self.seen.trace.inputs:
-                fqn = self.seen.owners.innermost(node) or ""
-                self._add("patches", [fqn], self._patches, fqn, source)
 
-    def _add_norms(self) -> None:
-        """Layer norms that are in no block."""
-        for node in self.seen.trace.graph.nodes:
-            norm = attempt(self.matcher.norm, node)
-            if isinstance(norm, NormModule) and not any(block.fqn in self.around[node] for block in self.found.blocks):
-                self._add("norm", [norm.fqn], self._norm, norm)
+def _find_embeddings(found: Findings) -> None:
+    """Patches with the method behind them, by the name of the patch embedding; and for others the reason why not."""
+    having = [fqn for fqn, _ in found.seen.double.named_modules() if found.calls.get(below(fqn, METHOD))]
+    for fqn in having:
+        outcome = attempt(embedding_of, found.seen, found.calls, fqn)
+        if not isinstance(outcome, Reason) and below(fqn, outcome.convolution) not in found.patches:
+            outcome = Reason("no-patches", "before it stands no plain convolution that cuts the model's input into patches")
+        if isinstance(outcome, Reason):
+            found.reasons[below(fqn, METHOD)] = ("patches", outcome)
+        else:
+            found.embeddings[below(fqn, outcome.patches)] = outcome
+    for patches in () if having else found.patches.values():
+        inline = inline_embedding(found.seen, patches.node)
+        if inline is not None:
+            found.reasons[inline[0]] = ("patches", inline[1])
 
-    def _feed_forward(self, group: FeedForwardGroup) -> Block:
-        first, *others = [self.around[node] for node in group.nodes]
-        whole = next((fqn for fqn in reversed(first) if all(fqn in other for other in others)), None)
-        if whole is None or not self._consists_of(whole, group.nodes):
-            raise UnfitError("open-group", "no module consists of its norm, its two linears and its activation alone")
-        return self._lone(whole, replace(group, tail=Tail(None, None, group.tail.result)))
 
-    def _patches(self, fqn: str, images: Node) -> Block:
-        module = self.seen.owners.modules[fqn]
-        if type(module) is not nn.Conv2d or not is_plain(module) or not _is_tiling(module):
-            raise UnfitError("overlap", "its patches overlap, or it is no plain convolution")
-        return self._lone(fqn, Patches(fqn, shape_of(images) or ()))
-
-    def _norm(self, norm: NormModule) -> Block:
-        if not self._consists_of(norm.fqn, frozenset({norm.node})):
-            raise UnfitError("open-norm", "its module is called more than once, or does something else as well")
-        return self._lone(norm.fqn, norm)
-
-    def _lone(self, fqn: str, part: BlockPart) -> Block:
-        self._check_replaceable(fqn)
-        return Block(fqn, (part,), form_of(fqn, (part,), self.calls))
-
-    def _check_replaceable(self, fqn: str) -> None:
-        if not fqn and not self.replaceable:
-            raise UnfitError("own-forward", "the model itself has a forward that was set on it, in whose place no other is put")
-
-    def _consists_of(self, fqn: str, nodes: frozenset[Node]) -> bool:
-        """Whether a module computes these nodes and nothing else."""
-        inside = [node for node, names in self.around.items() if fqn in names]
-        return all(node in nodes or is_idle(node) or not node.users for node in inside)
+def _find_norms(matcher: Matcher, found: Findings) -> None:
+    """Layer norms that belong to no other group and lie in no block."""
+    groups = [*found.projections.values(), *found.feed_forwards.values()]
+    taken = {node for group in groups for node in group.nodes}
+    for node in found.seen.trace.graph.nodes:
+        norm = attempt(matcher.norm, node)
+        if isinstance(norm, Reason) or node in taken or any(fqn in found.blocks for fqn in found.around[node]):
+            continue
+        found.norms[norm.fqn] = norm
 
 
 def _is_tiling(module: nn.Conv2d) -> bool:

@@ -1,23 +1,110 @@
-"""Blocks made of fused modules and their own attention: whole ones, halves and rows of them, and modules that are one group."""
+"""Transformer blocks, and halves and rows of them, made of fused modules and the blocks' own attention; and how they may be called."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from flysurgery import ops
-from flysurgery.inference.fused_modules import AttentionStep, FeedForwardStep, LinearResidualStep, Step, watched
-from flysurgery.inference.graph import attention_operands
-from flysurgery.inference.groups import Arguments, Form, Given
+from flysurgery.inference.fused_modules import AttentionStep, FeedForwardStep, LinearResidualStep, watched
+from flysurgery.inference.graph import Calls, UnfitError
+from flysurgery.inference.match import Attended, Block, Lone
 from flysurgery.inference.standin import Condition, StandIn
+from flysurgery.walker import name_of, shape_of
 
+_SWITCHES = (bool, str, type(None))
+
+Arguments = Mapping[int | str, Any]
+"""The arguments of a call behind the first: positional ones by number, from 0, and named ones by name."""
 _NO_ARGUMENTS: Arguments = {}
+
+
+@dataclass(frozen=True)
+class Given:
+    """An argument that a block passes on to its attention, by its key among the block's arguments."""
+
+    key: int | str
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a block is called: its arguments in the trace, with ``Tensor`` where a tensor came.
+
+    ``handed`` is what each of its attentions, by name, is called with: values, and ``Given`` ones.
+    """
+
+    arguments: Arguments
+    handed: Mapping[str, Arguments]
+
+    def fits(self, arguments: Arguments) -> bool:
+        """Whether a call is of this form."""
+        same = len(arguments) == len(self.arguments)
+        return same and all(key in arguments and _alike(seen, arguments[key]) for key, seen in self.arguments.items())
+
+
+def form_of(block: Block, calls: Mapping[str, Calls]) -> Form:
+    """The form of the block's only call; ``UnfitError`` where a fused block cannot replace it."""
+    attentions = [part for part in block.parts if isinstance(part, Attended)]
+    alone = [part.fqn for part in block.parts if isinstance(part, Lone)] + [part.norm for part in attentions if part.norm is not None]
+    once = [block.fqn, *(part.reader for part in block.parts), *(part.attention for part in attentions)]
+    once += [part.projection.norm.fqn for part in attentions if part.projection is not None]
+    if any(len(calls[fqn]) != 1 for fqn in once):
+        raise UnfitError("calls", "it is called more than once in one forward")
+    own, reader = calls[block.fqn], calls[block.parts[0].reader]
+    arguments = _behind_first(own)
+    if own.first_input is None or reader.first_input is not own.first_input or not isinstance(own.first_result, Tensor):
+        raise UnfitError("call-form", "its first argument is not its input")
+    foreign = next((each for each in arguments.values() if not isinstance(each, (*_SWITCHES, Tensor)) and not _is_number(each)), None)
+    if foreign is not None:
+        raise UnfitError("call-form", f"it is called with a {type(foreign).__name__}")
+    if not all(calls[fqn].one_of_one_tensor and isinstance(calls[fqn].first_result, Tensor) for fqn in alone):
+        raise UnfitError("call-form", "one of its modules is not called with one tensor alone, for another one")
+    handed = {}
+    for part in attentions:
+        normed = None if part.norm is None else calls[part.norm].first_result
+        handed[part.attention] = _handed_to(calls[part.attention], normed, arguments)
+    return Form({key: Tensor if isinstance(value, Tensor) else value for key, value in arguments.items()}, handed)
+
+
+def _handed_to(attention: Calls, normed: object, arguments: Arguments) -> Arguments:
+    """The arguments of an attention besides its input, which is ``normed`` if there is a norm: values, or arguments of the block."""
+    x, given = attention.first_input, {id(value): Given(key) for key, value in arguments.items() if isinstance(value, Tensor)}
+    if not isinstance(attention.first_result, Tensor):
+        raise UnfitError("call-form", "its attention gives more than one tensor")
+    if not isinstance(x, Tensor) or id(x) in given or (normed is not None and x is not normed):
+        raise UnfitError("call-form", "its attention's first argument is not its input or the normed input")
+    handed = _behind_first(attention)
+    for value in handed.values():
+        if isinstance(value, Tensor):
+            if id(value) not in given:
+                raise UnfitError("call-form", "its attention takes a tensor that is not one of its own arguments")
+        elif not isinstance(value, (*_SWITCHES, int, float, tuple)):
+            raise UnfitError("call-form", f"its attention is called with a {type(value).__name__}")
+        elif not isinstance(value, _SWITCHES) and not any(_is_number(each) and each == value for each in arguments.values()):
+            raise UnfitError("call-form", "its attention takes a number that is not one of its own arguments, and may be the input's size")
+    return {key: given.get(id(value), value) for key, value in handed.items()}
+
+
+def _behind_first(calls: Calls) -> Arguments:
+    args, kwargs = calls.arguments[0]
+    return {**dict(enumerate(args[1:])), **kwargs}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number or several, such as the size of a grid of tokens."""
+    return all(isinstance(each, (bool, int, float)) for each in (value if isinstance(value, tuple) else (value,)))
+
+
+def _alike(seen: Any, value: Any) -> bool:
+    return isinstance(value, Tensor) if seen is Tensor else value is seen or (type(value) is type(seen) and value == seen)
 
 
 class Attending(TorchFunctionMode):
@@ -30,53 +117,99 @@ class Attending(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         named = kwargs or {}
         if func is functional.scaled_dot_product_attention:
-            operands = attention_operands(*args, **named)
-            if operands is not None and named.get("scale") == self.step.softmax_scale:
+            operands = _operands(*args, **named)
+            if operands is not None and named.get("scale") == self.step.scale:
                 return self.step(*operands)
         return func(*args, **named)
 
 
-class FusedAttended:
-    """``x + scale*attention(norm(x))``, and ``then``, if any, the feed-forward part behind it. ``out`` computes all behind attention.
+def attention_among(nodes: Iterable[Node]) -> Node | None:
+    """The only call of scaled_dot_product_attention, without mask and dropout; None where there is no such call."""
+    calls = [node for node in nodes if name_of(node) == functional.scaled_dot_product_attention.__name__]
+    if len(calls) != 1 or _operands(*calls[0].args, **calls[0].kwargs) is None:
+        return None
+    return calls[0] if all(len(shape_of(node) or ()) == 4 for node in calls[0].args[:3] if isinstance(node, Node)) else None
+
+
+def _operands(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    *,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> tuple[Any, Any, Any] | None:
+    """The operands of a call of scaled_dot_product_attention; None where the call does more than the kernel."""
+    return None if attn_mask is not None or dropout_p or is_causal or enable_gqa else (query, key, value)
+
+
+class FusedPart:
+    """One part of a block: ``step(x)``."""
+
+    def __init__(self, step: nn.Module) -> None:
+        self.step = step
+
+    def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
+        return self.step(x)
+
+
+class FusedAttended(FusedPart):
+    """``x + scale*attention(norm(x))``; ``step`` computes everything behind attention.
 
     ``attention`` is a view of the block's own attention module without the output projection, called with ``handed`` behind its first
     argument. Where ``norm`` is None, it includes the norm. ``attending`` replaces its call of PyTorch's attention.
     """
 
     def __init__(
-        self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, out: LinearResidualStep, handed: Arguments
+        self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, step: LinearResidualStep, handed: Arguments
     ) -> None:
-        self.norm, self.attention, self.attending, self.out = norm, attention, attending, out
-        self.then: FeedForwardStep | None = None
+        super().__init__(step)
+        self.out = step
+        self.norm, self.attention, self.attending = norm, attention, attending
         self._positional = [value for key, value in handed.items() if isinstance(key, int)]
         self._named = {key: value for key, value in handed.items() if isinstance(key, str)}
 
-    def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
+    def attended(self, x: Tensor, arguments: Arguments) -> Tensor:
+        """What ``step`` takes beside x."""
         positional = [_present(value, arguments) for value in self._positional]
         named = {key: _present(value, arguments) for key, value in self._named.items()}
         with self.attending or nullcontext():
-            attended = self.attention(x if self.norm is None else self.norm(x), *positional, **named)
-        if self.then is None:
-            return self.out(attended, x)
-        if self.out.leaves_moments(attended, x) and self.then.reads_moments(x):  # the norm of the next part needs them
+            return self.attention(x if self.norm is None else self.norm(x), *positional, **named)
+
+    def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
+        return self.out(self.attended(x, arguments), x)
+
+
+class FusedPair(FusedPart):
+    """A part with attention and the feed-forward part behind it, whose norm reads the moments that the first part's kernel writes."""
+
+    def __init__(self, first: FusedAttended, step: FeedForwardStep) -> None:
+        super().__init__(step)
+        self.first, self.out, self.then = first, first.out, step
+
+    def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
+        attended = self.first.attended(x, arguments)
+        if self.then.reads_moments(x) and self.out.leaves_moments(attended, x):
             return self.then(*self.out.with_moments(attended, x))
         return self.then(self.out(attended, x))
 
 
 class FusedBlock(StandIn):
-    """The parts of a block, one after the other, by fused modules.
+    """Residual sums of attention and feed-forward groups, one after the other, by fused modules.
 
     The original block serves calls of another form than the proven one, in training mode, or with hooks inside. A compiler calls a block
     that only launches kernels as one operator, which takes Python less time than one operator for each launch.
     """
 
-    def __init__(self, original: nn.Module, parts: Sequence[Step | FusedAttended], form: Form, condition: Condition) -> None:
+    def __init__(self, original: nn.Module, parts: Sequence[FusedPart], form: Form, condition: Condition) -> None:
         super().__init__(original, condition)
         self.form = form
-        self._parts = tuple(parts)  # in a tuple, so that they are no children
+        self._parts = tuple(_paired(parts))  # in a tuple, so that they are no children
         self._repeating = ops.Repeating()
-        # Sums have the shape of their input, which a seal needs.
-        self._sums = all(isinstance(part, FusedAttended) or (isinstance(part, FeedForwardStep) and part.residual) for part in self._parts)
+        self._sums = all(isinstance(part.step, FeedForwardStep | LinearResidualStep) for part in self._parts)
         self.seal = ops.Seal(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -96,8 +229,20 @@ class FusedBlock(StandIn):
 
     def _fused(self, x: Tensor, arguments: Arguments = _NO_ARGUMENTS) -> Tensor:
         for part in self._parts:
-            x = part(x, arguments) if isinstance(part, FusedAttended) else part(x)
+            x = part(x, arguments)
         return x
+
+
+def _paired(parts: Iterable[FusedPart]) -> list[FusedPart]:
+    """The same parts, with attention and feed-forward joined to a ``FusedPair`` where possible: only a dense layer gives moments."""
+    found: list[FusedPart] = []
+    for part in parts:
+        before = found[-1] if found else None
+        if isinstance(before, FusedAttended) and type(before.out.linear) is nn.Linear and isinstance(part.step, FeedForwardStep):
+            found[-1] = FusedPair(before, part.step)
+        else:
+            found.append(part)
+    return found
 
 
 def _present(value: Any, arguments: Arguments) -> Any:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flysurgery import ops
-from flysurgery.inference.standin import is_plain
+from flysurgery.inference.standin import Together, is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
-from flysurgery.ops import Dense, FusedFactors, Linear, Norm, Operation, Way
+from flysurgery.ops import Dense, FusedFactors, Linear, Norm, Operation, Stage, Way
 from flysurgery.torch_state import product_dtype
 
 UNKNOWN = "it is of a class that the kernels do not know, or has a forward of its own"
@@ -29,16 +29,16 @@ _ACTIVATIONS = {"gelu": functional.gelu, "gelu_tanh": lambda x: functional.gelu(
 class Step(nn.Module):
     """A group of operators. ``enabled`` is false if the kernel must not be used although it could run.
 
-    Its children are the modules of the group. ``scale`` is the layer scale behind it, a parameter of any module. ``options`` are what
+    Its children are the modules of the group; ``held`` are the parameters that it reads of other modules. ``options`` are what
     groups of equal shapes may differ in. A step that ``trains`` serves calls with gradients, also under autocast, and no others.
     """
 
     enabled = True
     trains = False
 
-    def __init__(self, scale: Parameter | None = None, options: tuple[object, ...] = ()) -> None:
+    def __init__(self, held: Iterable[Parameter | None] = (), options: tuple[object, ...] = ()) -> None:
         super().__init__()
-        self.scale, self.options = scale, options
+        self.held, self.options = tuple(held), options
         self._repeating = ops.Repeating()
 
     def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
@@ -57,7 +57,7 @@ class Step(nn.Module):
     def likeness(self) -> tuple[object, ...]:
         """A key that differs for groups that take different times, besides the sizes of their inputs."""
         shapes = tuple((name, parameter.shape) for name, parameter in self.named_parameters())
-        return shapes, self.scale is None, self.options
+        return shapes, tuple(each is None for each in self.held), self.options
 
     def fused(self, x: Tensor, *others: Tensor) -> Tensor | None:
         """The group by its kernel; None where this does not take the inputs."""
@@ -75,16 +75,7 @@ class Step(nn.Module):
 
     def read(self) -> Iterable[nn.Module]:
         """The modules whose own parameters, not those of their children, ``fused`` reads."""
-        return self.modules() if self.scale is None else [*self.modules(), self.scale[0]]
-
-    def learned(self) -> list[Tensor]:
-        """The parameters that get gradients by the step."""
-        scale = self.present_scale()
-        return [*self.parameters()] if scale is None else [*self.parameters(), scale]
-
-    def present_scale(self) -> Tensor | None:
-        """The layer scale as it is now."""
-        return None if self.scale is None else getattr(*self.scale)
+        return [*self.modules(), *(each[0] for each in self.held if each is not None)]
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         with _unwatched(x):
@@ -97,6 +88,11 @@ class Step(nn.Module):
                 if y is not None:
                     return y
         return self.plain(x, *others)
+
+    def _held(self, index: int) -> Tensor | None:
+        """A held parameter as it is now."""
+        held = self.held[index]
+        return None if held is None else getattr(*held)
 
 
 class NormLinearStep(Step):
@@ -137,12 +133,12 @@ class LinearResidualStep(Step):
     """``residual + scale * linear(x)``; called with x and the residual."""
 
     def __init__(self, linear: nn.Module, scale: Parameter | None) -> None:
-        super().__init__(scale)
+        super().__init__((scale,))
         self.linear = linear
 
     def operation(self, x: Tensor, *others: Tensor) -> ops.LinearResidual | str:
         linear = linear_of(self.linear)
-        return UNKNOWN if linear is None else ops.LinearResidual(linear, others[0], self.present_scale())
+        return UNKNOWN if linear is None else ops.LinearResidual(linear, others[0], self._held(0))
 
     def leaves_moments(self, x: Tensor, residual: Tensor) -> bool:
         """Whether ``with_moments`` can be called for these inputs."""
@@ -158,7 +154,7 @@ class LinearResidualStep(Step):
         return ops.run_with_moments(x, operation)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
-        return others[0] + _scaled(self.linear(x), self.present_scale())
+        return others[0] + _scaled(self.linear(x), self._held(0))
 
 
 class AttentionStep(Step):
@@ -166,17 +162,17 @@ class AttentionStep(Step):
 
     def __init__(self, scale: float | None) -> None:
         super().__init__()
-        self.softmax_scale = scale
+        self.scale = scale
 
     def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
-        return ops.Attention(others[0], others[1], self.softmax_scale)
+        return ops.Attention(others[0], others[1], self.scale)
 
     def trained(self, x: Tensor, *others: Tensor) -> Tensor | str:
-        given = ops.Attention(others[0], others[1], self.softmax_scale)
+        given = ops.Attention(others[0], others[1], self.scale)
         return given.wrong(x) or ops.attended(x, given)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(x, others[0], others[1], scale=self.softmax_scale)
+        return functional.scaled_dot_product_attention(x, others[0], others[1], scale=self.scale)
 
 
 class FeedForwardStep(Step):
@@ -197,7 +193,7 @@ class FeedForwardStep(Step):
         scale: Parameter | None,
         residual: bool,
     ) -> None:
-        super().__init__(scale, (gate, activation, residual))
+        super().__init__((scale,), (gate, activation, residual))
         norms = [norm] if inner is None else [norm, inner]
         self.norms, self.eps = nn.ModuleList(each for each, _ in norms), [eps for _, eps in norms]
         self.first, self.second = nn.ModuleList(first), second
@@ -211,7 +207,7 @@ class FeedForwardStep(Step):
         norm, *inner = [norm_of(each, eps) for each, eps in zip(self.norms, self.eps, strict=True)]
         up = known[0] if self.gate is None else ops.Gated(tuple(known), self.gate)
         last = inner[0] if inner else None
-        return ops.FeedForward(norm, up, second, self.activation, self.present_scale(), self.residual, last, *others)
+        return ops.FeedForward(norm, up, second, self.activation, self._held(0), self.residual, last, *others)
 
     def reads_moments(self, x: Tensor) -> bool:
         """Whether a call with x can use the moments of its rows as a second argument."""
@@ -230,7 +226,7 @@ class FeedForwardStep(Step):
             hidden = activation(parts[self.gate]) * parts[1 - self.gate]
         for inner in self.norms[1:]:
             hidden = inner(hidden)
-        branch = _scaled(self.second(hidden), self.present_scale())
+        branch = _scaled(self.second(hidden), self._held(0))
         return x + branch if self.residual else branch
 
 
@@ -245,22 +241,54 @@ class PatchesStep(Step):
         self.convolution = convolution
 
     def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
-        return ops.PatchEmbedding(self.convolution.weight, self.convolution.bias)
+        operation = ops.PatchEmbedding(self.convolution.weight, self.convolution.bias)
+        return operation.wrong(x) or operation
 
-    def fused(self, x: Tensor, *others: Tensor) -> Tensor | None:
-        y = super().fused(x)
-        return None if y is None else self._as_image(y, x)
+    def way(self, x: Tensor, *others: Tensor) -> Way | str:
+        operation = self.operation(x)
+        if isinstance(operation, str):
+            return operation
+        way = ops.way(x, operation)
+        stages = (Stage((), lambda y, x, given: given.by_product(x)),) if isinstance(way, str) else way.stages
+        return Way((*stages, Stage((), _as_image)), x, operation)
 
     def trained(self, x: Tensor, *others: Tensor) -> Tensor | str:
         operation = ops.PatchEmbedding(self.convolution.weight, self.convolution.bias)
-        return operation.wrong_sizes(x) or self._as_image(operation.by_product(x), x)
+        return operation.wrong_sizes(x) or _as_image(operation.by_product(x), x, operation)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return self.convolution(x)
 
-    def _as_image(self, y: Tensor, x: Tensor) -> Tensor:
-        high, wide = self.convolution.weight.shape[2:]
-        return y.transpose(1, 2).unflatten(2, (x.shape[2] // high, x.shape[3] // wide))
+
+class EmbeddingStep(Step):
+    """Patches with their position and the tokens before them: the result of ``together`` for images of the traced size."""
+
+    def __init__(
+        self,
+        together: Together,
+        convolution: nn.Conv2d,
+        position: Parameter | None,
+        prefix: Iterable[Parameter],
+        image: tuple[int, ...],
+    ) -> None:
+        super().__init__((position, *prefix))
+        self.convolution, self.image = convolution, image
+        self._together = (together,)  # in a tuple, so that it is no child: it holds the whole model
+
+    def operation(self, x: Tensor, *others: Tensor) -> ops.PatchEmbedding | str:
+        if tuple(x.shape[1:]) != self.image:
+            return f"position is that of images of {self.image}, got {tuple(x.shape)}"
+        prefix = [getattr(*each) for each in self.held[1:] if each is not None]
+        return ops.PatchEmbedding(self.convolution.weight, self.convolution.bias, self._held(0), prefix)
+
+    def trained(self, x: Tensor, *others: Tensor) -> Tensor | str:
+        operation = self.operation(x)
+        if isinstance(operation, str):
+            return operation
+        return operation.wrong_sizes(x) or operation.by_product(x).to(product_dtype(x))
+
+    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self._together[0](x)
 
 
 def linear_of(linear: nn.Module | None) -> Linear | None:
@@ -295,3 +323,8 @@ def _under_autocast(x: Tensor) -> bool:
 
 def _scaled(branch: Tensor, scale: Tensor | None) -> Tensor:
     return branch if scale is None else branch * scale
+
+
+def _as_image(y: Tensor, x: Tensor, given: ops.PatchEmbedding) -> Tensor:
+    _, _, high, wide = given.weight.shape
+    return y.transpose(1, 2).unflatten(2, (x.shape[2] // high, x.shape[3] // wide))

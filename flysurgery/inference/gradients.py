@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,9 +14,10 @@ from flysurgery.inference.clock import Shapes, Way
 from flysurgery.inference.fused_modules import AttentionStep, Step
 
 
-def with_gradients(call: Callable[..., Any], parameters: Iterable[Tensor]) -> Way:
-    """``call``, and the gradients of its inputs and of the parameters that learn, from ones at all of its floating results."""
-    parameters = tuple(parameters)
+def with_gradients(call: Callable[..., Any], modules: nn.Module) -> Way:
+    """``call``, and the gradients of its inputs and of the modules' parameters that learn, from ones at all of its floating results."""
+    held = [getattr(*each) for each in getattr(modules, "held", ()) if each is not None]
+    parameters = [*modules.parameters(), *held]
 
     def run(*inputs: Tensor) -> object:
         with torch.enable_grad():

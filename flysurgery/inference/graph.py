@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
 
 from flysurgery.errors import WalkError
@@ -18,6 +18,7 @@ Made = TypeVar("Made")
 _COPIES = frozenset(("alias", "clone", "contiguous", "detach", "lift_fresh"))
 _CASTS = frozenset(("to", "_to_copy", "type_as"))
 _DROPOUTS = frozenset(("dropout", "feature_dropout"))
+_SPLITS = frozenset(("chunk", "split"))
 
 
 def is_idle(node: Node) -> bool:
@@ -54,6 +55,17 @@ def sole_user(node: Node) -> Node | None:
     return found[0] if len(found) == 1 else None
 
 
+def between(start: Node, end: Node) -> set[Node]:
+    """The idle nodes through which ``end`` takes the value of ``start``."""
+    found: set[Node] = set()
+    pending = [start]
+    while pending:
+        idle = [user for user in pending.pop().users if user is not end and is_idle(user)]
+        found.update(idle)
+        pending += idle
+    return found
+
+
 def summands(node: Node) -> tuple[Node, Node] | None:
     """The two operands of a sum of tensors of one shape that is a new tensor; None for any other node."""
     if name_of(node) != "add" or is_in_place(node) or node.kwargs or len(node.args) != 2:
@@ -80,27 +92,23 @@ def attempt(make: Callable[..., Made], *args: Any) -> Made | Reason:
         return unfit.reason
 
 
-def attention_among(nodes: Iterable[Node]) -> Node | None:
-    """The only call of scaled_dot_product_attention, without mask and dropout; None where there is no such call."""
-    calls = [node for node in nodes if name_of(node) == "scaled_dot_product_attention"]
-    if len(calls) != 1 or attention_operands(*calls[0].args, **calls[0].kwargs) is None:
+class Half(NamedTuple):
+    """One half of a value's last dimension: the value, the half's place (0 or 1), and the node that split it."""
+
+    whole: Node
+    place: int
+    split: Node
+
+
+def half_of(node: Node) -> Half | None:
+    """The half that a node is; None where it is none."""
+    split, place = node.args[:2] if name_of(node) == "getitem" else (None, None)
+    if not isinstance(split, Node) or name_of(split) not in _SPLITS or not isinstance(split.args[0], Node) or len(split.meta["val"]) != 2:
         return None
-    return calls[0] if all(len(shape_of(node) or ()) == 4 for node in calls[0].args[:3] if isinstance(node, Node)) else None
-
-
-def attention_operands(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    *,
-    scale: Any = None,
-    enable_gqa: Any = False,
-) -> tuple[Any, Any, Any] | None:
-    """The operands of a call of scaled_dot_product_attention; None where the call does more than the kernel."""
-    return None if attn_mask is not None or dropout_p or is_causal or enable_gqa else (query, key, value)
+    whole, after = shape_of(split.args[0]), shape_of(node)
+    if not isinstance(place, int) or place not in (0, 1) or not after or whole != (*after[:-1], 2 * after[-1]):
+        return None
+    return Half(split.args[0], place, split)
 
 
 def _kind(node: object) -> tuple[Any, ...] | None:
@@ -110,42 +118,56 @@ def _kind(node: object) -> tuple[Any, ...] | None:
 
 @dataclass
 class Calls:
-    """How often one module is called in one forward, and the arguments and the result of the first call."""
+    """The calls of one module in one forward: positional arguments, named arguments and results."""
 
-    count: int = 0
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    result: Any = None
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.results)
 
     @property
     def first_input(self) -> Any:
-        """The first positional argument; None where there is none."""
-        return self.args[0] if self.args else None
+        """The first positional argument of the first call; None where there is none."""
+        return self.arguments[0][0][0] if self.arguments and self.arguments[0][0] else None
+
+    @property
+    def first_result(self) -> Any:
+        """The result of the first call; None where there is none."""
+        return self.results[0] if self.results else None
 
     @property
     def one_of_one_tensor(self) -> bool:
-        """Whether there was one call, with one tensor and nothing else, for another one."""
-        alone = self.count == len(self.args) == 1 and not self.kwargs
-        return alone and isinstance(self.first_input, Tensor) and isinstance(self.result, Tensor)
+        """Whether there was one call, with one tensor and nothing else."""
+        return len(self) == 1 and len(self.arguments[0][0]) == 1 and isinstance(self.first_input, Tensor) and not self.arguments[0][1]
+
+    def take(self, value: object) -> bool:
+        """Whether there was one call, with this tensor and nothing else."""
+        return self.one_of_one_tensor and self.first_input is value
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record one call."""
-        if self.count == 0:
-            self.args, self.kwargs, self.result = args, kwargs, result
-        self.count += 1
+        self.arguments.append((args, kwargs))
+        self.results.append(result)
 
 
-def watch(seen: Survey) -> dict[str, Calls]:
+def watch(seen: Survey, methods: Iterable[str] = ()) -> dict[str, Calls]:
     """Run the surveyed stand-in once on fake tensors, and record the calls of every module, by its first name.
+
+    Calls of ``methods`` of a class, if it has them, are recorded under the name that a child of that name would have.
 
     Raises:
         WalkError: the forward needs values of tensors, for example to select rows by them.
     """
     found: dict[str, Calls] = {}
-    handles = []
+    handles, set_on = [], list[tuple[nn.Module, str]]()
     for fqn, module in seen.double.named_modules():
         calls = found[fqn] = Calls()
         handles.append(module.register_forward_hook(lambda _, *call, calls=calls: calls.note(*call), with_kwargs=True))
+        for name in methods:
+            if callable(getattr(type(module), name, None)) and name not in vars(module):
+                vars(module)[name] = _noting(getattr(module, name), found.setdefault(below(fqn, name), Calls()))
+                set_on.append((module, name))
     try:
         run_fake(seen.double, seen.example)
     except Exception as error:  # the forward may raise anything, as in trace
@@ -155,4 +177,20 @@ def watch(seen: Survey) -> dict[str, Calls]:
     finally:
         for handle in handles:
             handle.remove()
+        for module, name in set_on:
+            del vars(module)[name]
     return found
+
+
+def below(fqn: str, name: str) -> str:
+    """The full name of an object with this name in the module ``fqn``."""
+    return f"{fqn}.{name}" if fqn else name
+
+
+def _noting(method: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        calls.note(args, kwargs, result)
+        return result
+
+    return noted

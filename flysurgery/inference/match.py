@@ -1,55 +1,152 @@
-"""Prove by dataflow, and not by names, which operators of a traced graph are a group, and which modules are blocks made of groups."""
+"""Find the groups of a traced graph that kernels compute together, and the blocks made of them, by dataflow and not by names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
+from torch import nn
 from torch.fx import Node
 
-from flysurgery.inference.call_form import form_of
-from flysurgery.inference.graph import (
-    Calls,
-    UnfitError,
-    attempt,
-    attention_among,
-    is_idle,
-    origin,
-    sole_user,
-    summands,
-    users,
-)
-from flysurgery.inference.groups import (
-    Attended,
-    AttentionOut,
-    Block,
-    BlockPart,
-    FeedForwardGroup,
-    NormModule,
-    ProjectionGroup,
-    Tail,
-)
-from flysurgery.surgery import Reason
+from flysurgery.inference.graph import UnfitError, between, half_of, is_idle, origin, sole_user, summands, users
 from flysurgery.walker import Call, Survey, is_in_place, name_of, shape_of
 
 _ACTIVATIONS = {"gelu": "gelu", "silu": "silu"}
-_SPLITS = frozenset(("chunk", "split"))
 
 
-class _Hidden(NamedTuple):
+@dataclass(frozen=True)
+class NormModule:
+    """A layer norm over the last dimension: the module that holds its weight and bias, if any, its epsilon, and its node."""
+
+    fqn: str
+    eps: float
+    node: Node
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter, by the module that holds it and its name there."""
+
+    fqn: str
+    leaf: str
+
+    def of(self, model: nn.Module) -> tuple[nn.Module, str]:
+        """The module in ``model``, and the parameter's name in it."""
+        return model.get_submodule(self.fqn), self.leaf
+
+
+def held_of(seen: Survey, node: Node) -> Held | None:
+    """The parameter that a node is; None for any other value."""
+    name = seen.trace.parameters.get(node)
+    if name is None:
+        return None
+    fqn, _, leaf = name.rpartition(".")
+    return Held(fqn, leaf)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The operators behind a linear: a layer scale, if any, and the sum with a residual stream, if any; ``nodes`` includes idle ones."""
+
+    scale: Held | None
+    residual: Node | None
+    result: Node
+    nodes: frozenset[Node]
+
+
+@dataclass(frozen=True)
+class ProjectionGroup:
+    """[LN -> linear]: the norm and the one linear that reads it. ``source`` is what the norm reads."""
+
+    norm: NormModule
+    linear: str
+    source: Node
+    nodes: frozenset[Node]
+
+
+@dataclass(frozen=True)
+class FeedForwardGroup:
+    """[LN -> linear -> activation -> linear], and the tail; ``nodes`` are without the tail's.
+
+    In a gated block, ``first`` has the linears of the gate and of the value, or one linear whose outputs are both in turn. ``gate``
+    is then the index of the gate. ``inner`` is a norm between activation and last linear.
+    """
+
+    norm: NormModule
+    first: tuple[str, ...]
+    gate: int | None
+    activation: str
+    inner: NormModule | None
+    second: str
+    source: Node
+    nodes: frozenset[Node]
+    tail: Tail
+
+    @property
+    def reader(self) -> str:
+        """The module that reads the part's input."""
+        return self.norm.fqn
+
+
+@dataclass(frozen=True)
+class AttentionOut:
+    """[linear after attention], what it reads, its node, and its tail."""
+
+    linear: str
+    source: Node
+    branch: Node
+    tail: Tail
+
+
+@dataclass(frozen=True)
+class Attended:
+    """``x + scale*attention(norm(x))``: ``attention`` is the module whose last step is ``out``, ``norm`` the one that alone reads x.
+
+    ``norm`` is None where ``attention`` reads x itself. ``projection`` is None where it is not one linear alone that reads a layer norm.
+    """
+
+    attention: str
+    norm: str | None
+    projection: ProjectionGroup | None
+    out: AttentionOut
+
+    @property
+    def reader(self) -> str:
+        """The module that reads the part's input."""
+        return self.norm or self.attention
+
+
+@dataclass(frozen=True)
+class Lone:
+    """A module without children that is called with x alone, such as a last norm."""
+
+    fqn: str
+
+    @property
+    def reader(self) -> str:
+        """The module that reads the part's input."""
+        return self.fqn
+
+
+BlockPart = Attended | FeedForwardGroup | Lone
+"""One step of a block, from x to the next x; of a feed-forward group with its residual."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module that applies ``parts`` to its input, one after the other, and does nothing else. ``fqn`` is "" for the model itself."""
+
+    fqn: str
+    parts: tuple[BlockPart, ...]
+
+
+@dataclass(frozen=True)
+class _Hidden:
     """How linears give the hidden units, as in ``FeedForwardGroup``, and the nodes in between."""
 
     first: tuple[Call, ...]
     gate: int | None
     activation: str
-    nodes: tuple[Node, ...]
-
-
-class _Units(NamedTuple):
-    """Outputs of a linear: all, or the first or second half (0 or 1), and the nodes that divide them."""
-
-    call: Call
-    half: int | None
     nodes: tuple[Node, ...]
 
 
@@ -75,7 +172,7 @@ class Matcher:
             raise UnfitError("norm-shared", text)
         if not _is_plain(call):
             raise UnfitError("weight-read", "the weight is not used by a linear module that its parent calls")
-        return ProjectionGroup(norm, call.fqn, _operand(node), frozenset({node, call.node}))
+        return ProjectionGroup(norm, call.fqn, _operand(node), frozenset({node, call.node} | between(node, call.node)))
 
     def feed_forward(self, call: Call) -> FeedForwardGroup:
         """[LN -> FFN -> layer scale -> residual], from the last linear."""
@@ -85,7 +182,7 @@ class Matcher:
             inner = self.norm(hidden)
             nodes.append(hidden)
             hidden = _operand(hidden)
-        gated = self._hidden(hidden)
+        gated = self._gated(hidden) if name_of(hidden) == "mul" else self._activated(hidden)
         if not all(_is_plain(each) for each in (*gated.first, call)):
             raise UnfitError("no-linear", "before its activation stands no linear module that its parent calls")
         norm_node = origin(gated.first[0].source)
@@ -94,9 +191,10 @@ class Matcher:
         for node in nodes[1:]:
             if not {*users(node)} <= {*nodes}:
                 raise UnfitError("shared", f"the result of its {name_of(node)} is used by something else as well")
+        covered = {*nodes}.union(*(between(node, call.node) for node in nodes[1:]))
         first = tuple(each.fqn for each in gated.first)
         source, tail = _operand(norm_node), self.tail(call.node)
-        return FeedForwardGroup(norm, first, gated.gate, gated.activation, inner, call.fqn, source, frozenset(nodes), tail)
+        return FeedForwardGroup(norm, first, gated.gate, gated.activation, inner, call.fqn, source, frozenset(covered), tail)
 
     def attention_out(self, call: Call) -> AttentionOut:
         """[attention output projection -> layer scale -> residual], from the linear."""
@@ -121,82 +219,78 @@ class Matcher:
         nodes, scale, last = set[Node](), None, node
         user = sole_user(last)
         if user is not None and (found := self._scale(last, user)) is not None:
+            nodes |= {user} | between(last, user)
             scale, last = found, user
-            nodes.add(user)
             user = sole_user(last)
         added = summands(user) if user is not None else None
-        left, right = added or (last, last)
-        residual = right if origin(left) is last else left
-        if user is None or origin(residual) is last:  # the sum of a value with itself is none with a residual
+        if user is None or added is None:
             return Tail(scale, None, last, frozenset(nodes))
-        return Tail(scale, origin(residual), user, frozenset({*nodes, user}))
+        left, right = added
+        residual = right if origin(left) is last else left
+        if origin(residual) is last:  # the sum of a value with itself
+            return Tail(scale, None, last, frozenset(nodes))
+        return Tail(scale, origin(residual), user, frozenset(nodes | {user} | between(last, user)))
 
-    def _scale(self, node: Node, user: Node) -> str | None:
-        """The name of the layer scale by which ``user`` multiplies ``node``."""
+    def _scale(self, node: Node, user: Node) -> Held | None:
+        """The layer scale by which ``user`` multiplies ``node``."""
         if name_of(user) != "mul" or len(user.args) != 2:
             return None
         other = next((arg for arg in user.args if isinstance(arg, Node) and origin(arg) is not node), None)
         shape = shape_of(node)
-        return self.seen.trace.parameters.get(other) if other is not None and shape and shape_of(other) == shape[-1:] else None
+        return held_of(self.seen, other) if other is not None and shape is not None and shape_of(other) == shape[-1:] else None
 
-    def _hidden(self, node: Node) -> _Hidden:
-        """How linears give the hidden units that a node is: activated, or as a product of an activated gate and a value."""
-        is_product = name_of(node) == "mul"
-        factors = [origin(each) for each in node.args if isinstance(each, Node)] if is_product else [node]
-        active = [(each, kind) for each in factors if (kind := _activation(each)) is not None]
-        if not active:
-            raise UnfitError(
-                "activation", f"its activation ends in the operator {name_of(node)} without gelu or silu; kernels know these two"
-            )
-        activated, kind = active[0]
-        gate = self._units(_operand(activated))
-        if not is_product:
-            if gate is None or gate.half is not None:
-                raise UnfitError("no-linear", "before its activation stands no linear module that its parent calls")
-            return _Hidden((gate.call,), None, kind, (node,))
-        value = next((self._units(each) for each in factors if each is not activated), None)
-        is_plain = len(factors) == 2 and len(active) == 1 and not is_in_place(node) and shape_of(factors[0]) == shape_of(factors[1])
-        if is_plain and gate is not None and value is not None and origin(gate.call.source) is origin(value.call.source):
-            nodes = (node, activated, *gate.nodes, *value.nodes)
-            if gate.half is None and value.half is None and gate.call is not value.call:
-                return _Hidden((gate.call, value.call), 0, kind, nodes)
-            if gate.call is value.call and {gate.half, value.half} == {0, 1}:
-                return _Hidden((gate.call,), gate.half, kind, nodes)
-        raise UnfitError(
+    def _activated(self, node: Node) -> _Hidden:
+        """The hidden units made by one linear and an activation."""
+        kind = _activation(node)
+        if kind is None:
+            raise UnfitError("activation", f"its activation ends in the operator {name_of(node)}; kernels know gelu and silu")
+        first = self.calls.get(_operand(node))
+        if first is None:
+            raise UnfitError("no-linear", "before its activation stands no linear module that its parent calls")
+        return _Hidden((first,), None, kind, (node,))
+
+    def _gated(self, node: Node) -> _Hidden:
+        """The hidden units made by an activated gate and a value, of two linears or of the halves of one."""
+        other = UnfitError(
             "gated", "its hidden units are a product, but not of gate and value from two linears of one input or the halves of one"
         )
-
-    def _units(self, node: Node) -> _Units | None:
-        """The linear whose outputs, or half of them, a node is."""
-        if node in self.calls:
-            return _Units(self.calls[node], None, ())
-        split, half = node.args[:2] if name_of(node) == "getitem" else (None, None)
-        if not isinstance(split, Node) or name_of(split) not in _SPLITS or len(split.meta["val"]) != 2:
-            return None
-        call, whole, after = self.calls.get(_operand(split)), shape_of(_operand(split)), shape_of(node)
-        if call is None or not isinstance(half, int) or half not in (0, 1) or not after or whole != (*after[:-1], 2 * after[-1]):
-            return None
-        return _Units(call, half, (node, split))
+        factors = [origin(each) for each in node.args if isinstance(each, Node)]
+        active = [(each, kind) for each in factors if (kind := _activation(each)) is not None]
+        if not active:
+            raise UnfitError("activation", "its hidden units are a product without gelu or silu, as QuickGELU is; kernels know these two")
+        if len(factors) != 2 or len(active) != 1 or is_in_place(node) or shape_of(factors[0]) != shape_of(factors[1]):
+            raise other
+        [(activated, kind)] = active
+        gate, value = _operand(activated), factors[1] if factors[0] is activated else factors[0]
+        by_gate, by_value = self.calls.get(gate), self.calls.get(value)
+        if by_gate is not None and by_value is not None:
+            if by_gate is by_value or origin(by_gate.source) is not origin(by_value.source):
+                raise other
+            return _Hidden((by_gate, by_value), 0, kind, (node, activated))
+        one, another = half_of(gate), half_of(value)
+        if one is None or another is None or origin(one.whole) is not origin(another.whole) or one.place == another.place:
+            raise other
+        first = self.calls.get(origin(one.whole))
+        if first is None:
+            raise other
+        return _Hidden((first,), one.place, kind, (node, activated, gate, value, one.split, another.split))
 
 
 class BlockMatcher:
     """Proves by the graph that the module ``fqn`` is a block.
 
-    ``groups`` are those whose residual sums its own forward computes; ``around`` has the modules in whose forward each node ran, and
-    ``calls`` the calls of all modules.
+    ``groups`` are those whose residual sums its own forward computes; ``around`` has the modules in whose forward each node ran.
     """
 
     def __init__(
         self,
-        matcher: Matcher,
-        calls: Mapping[str, Calls],
+        seen: Survey,
         around: Mapping[Node, tuple[str, ...]],
         fqn: str,
         groups: Iterable[AttentionOut | FeedForwardGroup],
         projections: Iterable[ProjectionGroup],
     ) -> None:
-        self.matcher, self.seen, self.calls = matcher, matcher.seen, calls
-        self.fqn, self.projections = fqn, tuple(projections)
+        self.seen, self.fqn, self.projections = seen, fqn, tuple(projections)
         self.sums = {group.tail.result: group for group in groups}
         self.inside = {node: names[names.index(fqn) + 1 :] for node, names in around.items() if fqn in names}
 
@@ -214,7 +308,7 @@ class BlockMatcher:
         more = next((node for node in others if "_assert" not in name_of(node)), None)
         if more is not None:
             raise self._more(more)
-        return Block(self.fqn, tuple(parts), form_of(self.fqn, parts, self.calls))
+        return Block(self.fqn, tuple(parts))
 
     def _part(self, value: Node) -> tuple[BlockPart, set[Node], Node]:
         """The part that gives ``value``, its nodes, and the value that it reads."""
@@ -223,10 +317,10 @@ class BlockMatcher:
             return group, {*group.nodes, *group.tail.nodes}, group.source
         if group is not None:
             return self._attended(group)
-        lone, norm = self._lone(value), attempt(self.matcher.norm, value)
-        if lone is None or isinstance(norm, Reason):
+        lone = self._lone(value)
+        if lone is None:
             raise self._more(value)
-        return norm, lone[1], lone[2]
+        return Lone(lone[0]), lone[1], lone[2]
 
     def _attended(self, out: AttentionOut) -> tuple[BlockPart, set[Node], Node]:
         x, attention = out.tail.residual, self._child(out.branch)
@@ -247,7 +341,7 @@ class BlockMatcher:
         named = [] if projection is None else [projection.linear, *([projection.norm.fqn] if norm is None else [])]
         if not all(fqn.startswith(f"{attention}.") for fqn in named):  # they have other names elsewhere, so other modules may use them
             projection = None
-        return Attended(attention, norm, projection, attention_among(nodes), out), normed | out.tail.nodes, x
+        return Attended(attention, norm, projection, out), normed | out.tail.nodes, x
 
     def _lone(self, value: Node) -> tuple[str, set[Node], Node] | None:
         """The module without children that alone computes ``value`` from one other value: its name, its nodes, and that other value."""

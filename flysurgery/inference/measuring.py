@@ -134,10 +134,12 @@ def _fused_groups(
     """The groups that have planned layers, by the names of these, as one problem each."""
     candidates: dict[str, dict[str, Candidate]] = {}
     for name, variant in variants.items():
-        candidates[name] = {each.fqn: each for replacement in find_replacements(variant, found) for each in replacement.candidates}
+        replacements = find_replacements(variant, found).replacements
+        candidates[name] = {each.fqn: each for replacement in replacements for each in replacement.candidates}
     groups: dict[tuple[str, ...], list[_TimingProblem]] = {}
     for fqn, dense in candidates[DENSE].items():
-        members = tuple(linear for linear in dense.linears if linear in planned)
+        linears = (*found.feed_forwards[fqn].first, fqn) if dense.group == "ffn" else (fqn,)
+        members = tuple(linear for linear in linears if linear in planned)
         if members:
             ways = [way for name, each in candidates.items() if fqn in each for way in _ways(name, each[fqn])]
             groups[members] = [_TimingProblem(dense.shapes, tuple(ways))]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,11 @@ from flysurgery.errors import InferenceError
 from flysurgery.inference import clock
 from flysurgery.inference.find_groups import find_groups
 from flysurgery.inference.gradients import rehearsed, training_calls, with_gradients
-from flysurgery.inference.replacement import Candidate, Replacement, find_replacements, fused_block
-from flysurgery.inference.standin import StandIn, put, restore, view
+from flysurgery.inference.replacement import Candidate, Replacement, find_replacements
+from flysurgery.inference.standin import Fused, put, restore, view
 from flysurgery.surgery import Reason, grouped, is_optimized, text_table
 from flysurgery.torch_state import autocast_dtype
-from flysurgery.walker import Example, Survey, example_input
+from flysurgery.walker import Example, example_input
 
 _HEADER = ("group", "n", "kind", "status", "own modules ms", "fused ms", "why not, or the launches")
 _HINDRANCES = {
@@ -30,7 +30,7 @@ _HINDRANCES = {
 MEASURED_IMAGES = 64
 """The number of images in the measurement on CUDA, if no example is given."""
 
-Training = Literal[False, "captured"]
+Training = bool | Literal["captured"]
 
 Times = tuple[float, float]
 """Milliseconds of one call, with the model's own modules and with the fused ones."""
@@ -38,7 +38,8 @@ Times = tuple[float, float]
 
 @dataclass(frozen=True)
 class OptimizeRow:
-    """One group, by the name of its last linear or convolution, of the attention module, or of the norm.
+    """One group, by the name of its last linear or convolution, of the attention module, or of the norm. Patches with the method behind
+    them have the name of the patch embedding.
 
     ``group`` is "qkv", "attention", "attn_out", "ffn", "norm" or "patches"; ``status`` "fused" or "left". The milliseconds are those
     of one call, None where nothing was measured. ``launches`` says what the launches of the fused group compute; it is empty where that
@@ -95,10 +96,11 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     """Replace groups of layers by fused modules, in place, for inference on the device and in the dtype that the model has now.
 
     The groups are found by dataflow, in a trace of the forward pass: [LN -> q, k, v]; attention itself; [its output projection -> layer
-    scale -> residual]; [LN -> FFN -> layer scale -> residual]; patches; and single norms, such as a model's last one. Layers may be
-    converted or dense. A feed-forward block may be gated (SwiGLU), by two layers or the halves of one, and may have a norm before its last
-    layer. Groups are fused in modules that compute nothing else: a block, one half of it, or many in a row; a feed-forward module with its
-    norm; a convolution; a norm. If ``model`` itself is one, it gets a fused forward.
+    scale -> residual]; [LN -> FFN -> layer scale -> residual]; the patch embedding; and single norms, such as a model's last one. Layers
+    may be converted or dense. A feed-forward block may be gated (SwiGLU), by two layers or the halves of one, and may have a norm before
+    its last layer. Residual sums are fused in modules that compute nothing else: a block, one half of it, or many in a row. If ``model``
+    itself is one, it gets a fused forward. timm's models add position and tokens to the patches in a method; a method that is set on the
+    model fuses this with the patch embedding.
 
     A group is fused if a kernel takes it and is faster than the model's own modules in a short measurement, at the example's number of
     samples, on CUDA in graphs. The report gives the result for each group, or the reason why it is not fused. Then the whole model is
@@ -110,12 +112,13 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     ``torch.compile`` a fused block that only launches kernels is one operator.
 
     Weights may be changed, loaded, moved and retyped; ``flysurgery.ops.forget_derived`` lists the writes after which to call it.
-    With ``training="captured"`` the fused modules serve calls with gradients in place of those without, in training mode as well: forward
-    and backward together, as a CUDA graph and at the autocast around this call, are what is measured. They keep one activation for each
-    group, and pass the stream between blocks on in autocast's dtype. Blocks with dropout or dropped paths stay as they are, and so does all
-    else without fused gradients. Gradients have the dtypes of their parameters. There are no second derivatives: ``create_graph=True``
-    raises. Optimize before the model is wrapped by ``DistributedDataParallel``, sharded by ``fully_shard``, or compiled: a compiler trains
-    the model's own modules. Capture the step as a CUDA graph: called from Python it takes the host more time than the model's own modules.
+    With ``training`` the fused modules serve calls with gradients in place of those without, in training mode as well: forward and backward
+    together, at the autocast around this call, are what is measured. They keep one activation for each group, and pass the stream between
+    blocks on in autocast's dtype. Blocks with dropout or dropped paths stay as they are, and so does all else without fused gradients.
+    Gradients have the dtypes of their parameters. There are no second derivatives: ``create_graph=True`` raises. Optimize before the model
+    is wrapped by ``DistributedDataParallel``, sharded by ``fully_shard``, or compiled: a compiler trains the model's own modules. The whole
+    model is timed as it is called from Python, which takes the host more time than the model's own modules do; with
+    ``training="captured"`` as a CUDA graph of the whole step.
 
     ``restore`` puts the model back. Do that before its layers are resized or reconfigured (``set_input_size``, another ``num_heads``,
     ...), before ``torch.compile`` runs with replaced layers, or with other parameters by ``torch.func.functional_call``, and before
@@ -125,7 +128,7 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
         model: in eval mode; modules in training mode or with hooks stay as they are.
         example: the input, a tuple of all positional inputs, or a mapping of inputs by name, with the number of samples to be fast for.
             None: models of timm, vit-pytorch and transformers that take images need none, and 64 images are measured on CUDA.
-        training: "captured" makes training steps that are captured as CUDA graphs faster, in place of inference.
+        training: whether to make training faster in place of inference, called from Python or captured.
 
     Raises:
         InferenceError: the model is optimized, compiled, sharded or wrapped already, or has parameters of several devices.
@@ -133,28 +136,20 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     """
     started = perf_counter()
     _refuse(model)
-    if training not in get_args(Training):
-        raise InferenceError(
-            f"training must be False or 'captured', got {training!r}: fused training steps are faster in a CUDA graph, and not from Python"
-        )
+    if training not in (False, True, "captured"):
+        raise InferenceError(f"training must be False, True or 'captured', got {training!r}")
     device, dtype = _place_of(model)
     measured_as = (training and autocast_dtype(device.type)) or dtype
     found = find_groups(model, _example(model, device) if example is None else example)
-    replacements = find_replacements(model, found, trains=bool(training))
+    built = find_replacements(model, found, trains=bool(training))
     measured: dict[object, Times] = {}
     with rehearsed(model) if training else nullcontext():
-        for replacement in replacements:
-            hindrance = replacement.condition.obstacle()
-            for candidate in replacement.candidates:
-                if hindrance is None:
-                    _decide(candidate, dtype, device, measured)
-                else:
-                    code, module = hindrance
-                    candidate.leave(Reason(code, f"its {type(module).__name__} {_HINDRANCES[code]}"))
-        fused, whole = _not_slower(model, found.seen, replacements, training)
+        for replacement in built.replacements:
+            _decide(replacement, dtype, device, measured)
+        fused, whole = _not_slower(model, built.replacements, found.seen.example, training)
     put(model, fused)
-    rows = [_row(candidate) for replacement in replacements for candidate in replacement.candidates]
-    rows += [OptimizeRow(fqn, group, "left", reason, None, None) for fqn, (group, reason) in found.reasons.items()]
+    rows = [_row(candidate) for replacement in built.replacements for candidate in replacement.candidates]
+    rows += [OptimizeRow(fqn, group, "left", reason, None, None) for group, fqn, reason in built.without]
     order = {fqn: index for index, (fqn, _) in enumerate(found.seen.double.named_modules())}
     rows.sort(key=lambda row: order.get(row.fqn, len(order)))
     return OptimizeReport(tuple(rows), str(device), str(measured_as).removeprefix("torch."), perf_counter() - started, model, whole)
@@ -182,67 +177,86 @@ def _example(model: nn.Module, device: torch.device) -> Tensor | tuple[Any, ...]
     return example.new_zeros((MEASURED_IMAGES, *example.shape[1:])) if isinstance(example, Tensor) and device.type == "cuda" else example
 
 
-def _decide(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
-    """Decide whether a candidate is fused: whether a kernel takes it, or it has gradients, and on a real device is faster.
+def _decide(replacement: Replacement, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
+    """Decide for each candidate whether it is fused: whether it may be, a kernel takes it and, on a real device, is faster.
 
     ``measured`` keeps the milliseconds of equal groups.
     """
-    step, shapes = candidate.step, candidate.shapes
-    if step.trains:
-        dtype = autocast_dtype(device.type) or dtype
-        calls, shapes = training_calls(step, shapes)
-        with torch.no_grad():
-            reason = calls[1](*clock.random_inputs(shapes, dtype, device))
-        if isinstance(reason, str):
-            candidate.leave(Reason("no-gradients", reason))
-            return
-        calls = [with_gradients(call, step.learned()) for call in calls]
-    else:
+    hindrance = replacement.condition.obstacle()
+    for candidate in replacement.candidates:
+        if hindrance is not None:
+            code, module = hindrance
+            candidate.leave(Reason(code, f"its {type(module).__name__} {_HINDRANCES[code]}"))
+            continue
+        if candidate.step.trains:
+            _decide_training(candidate, dtype, device, measured)
+            continue
         with torch.no_grad():
             # No data is needed: the answer follows from shapes, dtypes and the device.
-            way = step.way(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
-        if isinstance(way, str):
-            candidate.leave(Reason("no-kernel", way))
-            return
-        candidate.launches = way.launches()
-        calls = [step.plain, step.fused]
-    if device.type == "meta":
-        return
-    key = (candidate.group, step.likeness(), shapes)
+            way = candidate.step.way(*(torch.empty(shape, dtype=dtype, device=device) for shape in candidate.shapes))
+            if isinstance(way, str):
+                candidate.leave(Reason("no-kernel", way))
+                continue
+            candidate.launches = way.launches()
+            if device.type != "meta":
+                _decide_by_times(candidate, dtype, device, measured)
+
+
+def _decide_training(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
+    """The same for calls with gradients, by the times of forward and backward."""
+    step = candidate.step
+    key = (candidate.group, step.likeness(), candidate.shapes, dtype)
+    calls, shapes = training_calls(step, candidate.shapes)
+    inputs = clock.random_inputs(shapes, autocast_dtype(device.type) or dtype, device)
+    with torch.no_grad():
+        reason = calls[1](*inputs)
+    if isinstance(reason, str):
+        candidate.leave(Reason("no-gradients", reason))
+    elif device.type != "meta":
+        if key not in measured:
+            plain_ms, fused_ms = clock.medians_ms([with_gradients(call, step) for call in calls], inputs)
+            measured[key] = plain_ms, fused_ms
+        _leave_slower(candidate, measured[key])
+
+
+def _decide_by_times(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
+    step = candidate.step
+    key = (candidate.group, step.likeness(), candidate.shapes, dtype)
     if key not in measured:
-        with torch.no_grad():
-            plain_ms, fused_ms = clock.medians_ms(calls, clock.random_inputs(shapes, dtype, device))
+        plain_ms, fused_ms = clock.medians_ms((step.plain, step.fused), clock.random_inputs(candidate.shapes, dtype, device))
         measured[key] = plain_ms, fused_ms
-    candidate.plain_ms, candidate.fused_ms = plain_ms, fused_ms = measured[key]
+    _leave_slower(candidate, measured[key])
+
+
+def _leave_slower(candidate: Candidate, times: Times) -> None:
+    candidate.plain_ms, candidate.fused_ms = plain_ms, fused_ms = times
     if fused_ms >= plain_ms:
         candidate.leave(Reason("slower", f"fused it takes {fused_ms:.3g} ms here, by its own modules {plain_ms:.3g} ms"))
 
 
 def _not_slower(
-    model: nn.Module, seen: Survey, replacements: Sequence[Replacement], training: Training
-) -> tuple[dict[str, StandIn], Times | None]:
+    model: nn.Module, replacements: Sequence[Replacement], example: tuple[Any, ...], training: Training
+) -> tuple[Fused, Times | None]:
     """What is put into ``model``, so that it is not slower than without, and both times.
 
     While the model is slower, the kind of group that gained the least is left as it was. The times are None where nothing was measured:
     if no group is fused, on the meta device, and if the example contains anything other than tensors.
     """
     while True:
-        candidates = [candidate for replacement in replacements for candidate in replacement.candidates if candidate.reason is None]
-        fused: dict[str, StandIn] = {
-            replacement.block.fqn: fused_block(model, seen, replacement)
-            for replacement in replacements
-            if any(candidate.reason is None for candidate in replacement.candidates)
-        }
-        if not fused or not all(isinstance(each, Tensor) and not each.is_meta for each in seen.example):
+        fused = Fused({}, {})
+        for replacement in replacements:
+            if any(candidate.reason is None for candidate in replacement.candidates):
+                replacement.put(fused)
+        if not any(fused) or not all(isinstance(each, Tensor) and not each.is_meta for each in example):
             return fused, None
-        ways, most = [model, view(model, fused)], clock.MOST_COPIES
+        ways, most = [model, view(model, *fused)], clock.MOST_COPIES
         if training:
-            ways, most = [with_gradients(each, model.parameters()) for each in ways], clock.MOST_BACKWARD
+            ways, most = [with_gradients(each, model) for each in ways], clock.MOST_BACKWARD
         with torch.no_grad():
-            plain_ms, fused_ms = clock.medians_ms(ways, seen.example, most_copies=most)
+            plain_ms, fused_ms = clock.medians_ms(ways, example, most_copies=most, captured=training is not True)
         if fused_ms <= plain_ms:
             return fused, (plain_ms, fused_ms)
-        _leave_least(candidates, (plain_ms, fused_ms))
+        _leave_least([each for replacement in replacements for each in replacement.candidates if each.reason is None], (plain_ms, fused_ms))
 
 
 def _leave_least(fused: Sequence[Candidate], whole: Times) -> None:

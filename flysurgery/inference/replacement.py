@@ -1,37 +1,54 @@
-"""What replaces the blocks of a model: the candidates that can be fused, and the fused block that is made of them."""
+"""What replaces which modules: the candidates of a model, and how they are put in place."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.fx import Node
 
 from flysurgery.inference.clock import Shapes
-from flysurgery.inference.find_groups import Findings
-from flysurgery.inference.fused_block import Attending, FusedAttended, FusedBlock
+from flysurgery.inference.embedding import METHOD, Embedding
+from flysurgery.inference.find_groups import Findings, Patches
+from flysurgery.inference.fused_block import Attending, Form, FusedAttended, FusedBlock, FusedPart, attention_among, form_of
 from flysurgery.inference.fused_modules import (
     AttentionStep,
+    EmbeddingStep,
     FeedForwardStep,
     LayerNormStep,
     LinearResidualStep,
     NormLinearStep,
-    Parameter,
     PatchesStep,
     Step,
 )
-from flysurgery.inference.groups import Attended, Block, BlockPart, FeedForwardGroup, NormModule, Patches
-from flysurgery.inference.standin import Condition, view
+from flysurgery.inference.graph import UnfitError, attempt, below
+from flysurgery.inference.match import Attended, Block, BlockPart, FeedForwardGroup, Lone, NormModule, ProjectionGroup
+from flysurgery.inference.standin import (
+    Condition,
+    Fused,
+    Passed,
+    StandIn,
+    StandInMethod,
+    Stepped,
+    Together,
+    Undropped,
+    above,
+    is_plain,
+    view,
+)
 from flysurgery.surgery import Reason
-from flysurgery.walker import Survey, shape_of
+from flysurgery.walker import shape_of
+
+Group = TypeVar("Group")
+OWN_FORWARD = Reason("own-forward", "the model itself has a forward that was set on it, in whose place no other is put")
 
 
 @dataclass
 class Candidate:
-    """One group: its kind, its name, its fused module, the shapes of its inputs, and the names of its linears.
+    """One group: its kind, the name of its last linear, its fused module, and the shapes of its inputs.
 
     ``reason`` says why the group is left as it is; None where it is fused. ``launches`` names what its launches compute.
     """
@@ -40,7 +57,6 @@ class Candidate:
     fqn: str
     step: Step
     shapes: Shapes
-    linears: tuple[str, ...] = ()
     reason: Reason | None = None
     plain_ms: float | None = None
     fused_ms: float | None = None
@@ -51,114 +67,242 @@ class Candidate:
         self.reason, self.step.enabled = reason, False
 
 
-Own = dict[str, Candidate]
-"""The candidates of one part of a block, by their groups."""
-
-
 @dataclass(frozen=True)
 class Replacement:
-    """A block in a model, the condition under which a fused one runs, and the candidates of each part."""
+    """Candidates that are put in place together, the condition under which they run, and ``put``, which adds what replaces them.
 
-    block: Block
-    original: nn.Module
+    ``put`` sees what the replacements before it added; a block comes after all replacements inside it.
+    """
+
+    candidates: tuple[Candidate, ...]
     condition: Condition
-    parts: list[Own] = field(default_factory=list)
-
-    @property
-    def candidates(self) -> Iterator[Candidate]:
-        """All candidates of the block."""
-        return (candidate for own in self.parts for candidate in own.values())
+    put: Callable[[Fused], None]
 
 
-def find_replacements(model: nn.Module, found: Findings, *, trains: bool = False) -> list[Replacement]:
-    """The blocks of ``model`` with their candidates, the inner blocks first.
+@dataclass
+class Replacements:
+    """All replacements, and the groups without one: kind, name, and the reason."""
+
+    replacements: list[Replacement] = field(default_factory=list)
+    without: list[tuple[str, str, Reason]] = field(default_factory=list)
+
+
+Own = dict[str, Candidate]
+"""The candidates of one part of a block, by their groups; "qkv" and "attention" may be missing."""
+
+
+def find_replacements(model: nn.Module, found: Findings, *, trains: bool = False) -> Replacements:
+    """The candidates of ``model``. Blocks, the inner ones first, follow the replacements that they do not cover, which may lie inside.
 
     ``trains`` asks for steps with gradients, which run in training mode as well.
     """
-    replacements = []
-    for block in found.blocks:
-        original = model.get_submodule(block.fqn)
-        replacement = Replacement(block, original, Condition(original, trains=trains), [_candidates(model, part) for part in block.parts])
-        for candidate in replacement.candidates:
-            candidate.step.trains = trains
-        replacements.append(replacement)
-    return replacements
+    return _Builder(model, found, trains).build()
 
 
-def fused_block(model: nn.Module, seen: Survey, replacement: Replacement) -> FusedBlock:
-    """The block with the candidates that are to be fused."""
-    block, parts = replacement.block, list[Step | FusedAttended]()
-    for part, own in zip(block.parts, replacement.parts, strict=True):
-        if isinstance(part, Attended):
-            parts.append(_attended(model, seen, block, part, own))
-            continue
-        (candidate,), before = own.values(), parts[-1] if parts else None
-        if isinstance(candidate.step, FeedForwardStep) and isinstance(before, FusedAttended) and before.then is None:
-            before.then = candidate.step
-        else:
-            parts.append(candidate.step)
-    return FusedBlock(replacement.original, parts, block.form, replacement.condition)
+class _Builder:
+    def __init__(self, model: nn.Module, found: Findings, trains: bool) -> None:
+        self.model, self.found, self.module, self.trains = model, found, model.get_submodule, trains
 
+    def build(self) -> Replacements:
+        found, built = self.found, Replacements()
+        built.without = [(group, fqn, reason) for fqn, (group, reason) in found.reasons.items()]
+        covered, blocks = set[str](), list[Replacement]()
+        for block in sorted(found.blocks.values(), key=lambda block: len(block.fqn), reverse=True):
+            form = attempt(form_of, block, found.calls) if block.fqn or is_plain(self.model) else OWN_FORWARD
+            if isinstance(form, Reason):
+                built.without += [("attn_out", part.out.linear, form) for part in block.parts if isinstance(part, Attended)]
+                continue
+            blocks.append(self._block(block, form))
+            covered |= {candidate.fqn for candidate in blocks[-1].candidates}
 
-def _candidates(model: nn.Module, part: BlockPart) -> Own:
-    module = model.get_submodule
-    if isinstance(part, NormModule):
-        return {"norm": Candidate("norm", part.fqn, LayerNormStep(module(part.fqn), part.eps), (shape_of(part.node) or (),))}
-    if isinstance(part, Patches):
-        convolution = module(part.fqn)
+        def alone(
+            groups: Mapping[str, Group], make: Callable[[Group], Candidate], place: Callable[[Group, Candidate], Replacement]
+        ) -> None:
+            """Groups that no block covers."""
+            for fqn, group in groups.items():
+                if fqn not in covered:
+                    candidate = make(group)
+                    replacement = attempt(place, group, candidate)
+                    if isinstance(replacement, Reason):
+                        built.without.append((candidate.group, candidate.fqn, replacement))
+                    else:
+                        built.replacements.append(replacement)
+
+        alone(found.projections, self._projection, self._lone_projection)
+        alone(found.feed_forwards, self._feed_forward, self._lone_feed_forward)
+        alone(found.norms, self._norm, self._lone_norm)
+        alone(found.patches, self._patches, self._lone_patches)
+        built.replacements += blocks
+        for fqn, embedding in found.embeddings.items():  # last, so that it sees the modules that were put below its module
+            built.replacements.append(self._embedding(fqn, embedding))
+        for replacement in built.replacements:
+            for candidate in replacement.candidates:
+                candidate.step.trains = self.trains
+        return built
+
+    def _block(self, block: Block, form: Form) -> Replacement:
+        """A proven block, with the candidates of its parts."""
+        original = self.module(block.fqn)
+        condition = Condition(original.modules(), itself=original, trains=self.trains)
+        candidates = [self._of_part(part) for part in block.parts]
+
+        def put(fused: Fused) -> None:
+            parts = [self._part(part, form, own, fused.modules) for part, own in zip(block.parts, candidates, strict=True)]
+            fused.modules[block.fqn] = FusedBlock(original, parts, form, condition)
+
+        return Replacement(tuple(each for own in candidates for each in own.values()), condition, put)
+
+    def _of_part(self, part: BlockPart) -> Own:
+        if isinstance(part, Lone):
+            return {}
+        if isinstance(part, FeedForwardGroup):
+            return {"ffn": self._feed_forward(part, whole=True)}
+        candidates = {} if part.projection is None else {"qkv": self._projection(part.projection)}
+        attention = attention_among(self.found.inside(part.attention))
+        if attention is not None:
+            scale = attention.kwargs.get("scale")
+            step = AttentionStep(scale if isinstance(scale, float) else None)
+            shapes = tuple(shape for each in attention.args[:3] if isinstance(each, Node) and (shape := shape_of(each)) is not None)
+            candidates["attention"] = Candidate("attention", part.attention, step, shapes)
+        out, scale = part.out, part.out.tail.scale
+        step = LinearResidualStep(self.module(out.linear), scale and scale.of(self.model))
+        return candidates | {"attn_out": Candidate("attn_out", out.linear, step, (_rows(out.source), _rows(out.branch)))}
+
+    def _part(self, part: BlockPart, form: Form, own: Own, new: Mapping[str, StandIn]) -> FusedPart:
+        """A part of a block, made by its decided candidates around the ``new`` modules inside it."""
+        if isinstance(part, Lone):
+            return FusedPart(new.get(part.fqn) or self.module(part.fqn))
+        if isinstance(part, FeedForwardGroup):
+            return FusedPart(own["ffn"].step)
+
+        def inside(fqn: str) -> str:
+            """The name below the attention's module."""
+            return fqn[len(part.attention) + 1 :]
+
+        norm, attention = part.norm, self.module(part.attention)
+        replaced: dict[str, nn.Module] = {
+            fqn: Undropped(each) for fqn, each in attention.named_modules() if type(each) is nn.Dropout and is_plain(each)
+        }
+        replaced |= {inside(fqn): module for fqn, module in new.items() if fqn.startswith(f"{part.attention}.")}
+        replaced[inside(part.out.linear)] = nn.Identity()
+        attributes: dict[tuple[str, str], Any] = {("", "training"): False}  # of attention that drops nothing, or would not be fused
+        if part.projection is not None and own["qkv"].step.enabled:
+            replaced[inside(part.projection.linear)] = own["qkv"].step
+            switch = self.found.seen.switches.get(part.projection.linear)
+            if switch is not None:
+                attributes[inside(switch.module_fqn), switch.attribute] = switch.value
+            if norm is None:
+                replaced[inside(part.projection.norm.fqn)] = nn.Identity()
+            norm = None
+        step = own["attention"].step if "attention" in own else None
+        attending = Attending(step) if isinstance(step, AttentionStep) and step.enabled else None
+        before = None if norm is None else new.get(norm) or self.module(norm)
+        out = own["attn_out"].step
+        assert isinstance(out, LinearResidualStep)  # it was built so
+        return FusedAttended(before, view(attention, replaced, attributes), attending, out, form.handed[part.attention])
+
+    def _projection(self, group: ProjectionGroup) -> Candidate:
+        step = NormLinearStep(self.module(group.norm.fqn), group.norm.eps, self.module(group.linear))
+        return Candidate("qkv", group.linear, step, (_rows(group.source),))
+
+    def _lone_projection(self, group: ProjectionGroup, candidate: Candidate) -> Replacement:
+        """A norm and the projection that reads it, outside of a proven block."""
+        if group.linear in self.found.seen.switches:
+            raise UnfitError("weight-read", "its parent reads the weight, which only a whole block can change")
+        return self._pair(group.norm.fqn, group.linear, candidate)
+
+    def _feed_forward(self, group: FeedForwardGroup, *, whole: bool = False) -> Candidate:
+        norm, *inner = [(self.module(each.fqn), each.eps) for each in (group.norm, group.inner) if each is not None]
+        scale = group.tail.scale.of(self.model) if whole and group.tail.scale is not None else None
+        first, second = map(self.module, group.first), self.module(group.second)
+        step = FeedForwardStep(norm, first, group.gate, group.activation, inner[0] if inner else None, second, scale, whole)
+        return Candidate("ffn", group.second, step, (_rows(group.source),))
+
+    def _lone_feed_forward(self, group: FeedForwardGroup, candidate: Candidate) -> Replacement:
+        """A feed-forward group outside of a proven block: one module that is the whole group, or a norm and the module that reads it."""
+        found = self.found
+        whole, x = found.common_module(group.nodes), found.calls[group.norm.fqn].first_input
+        replaceable = whole is not None and (whole or is_plain(self.model))  # the model itself is not replaced, but gets another forward
+        if whole is not None and replaceable and found.consists_of(whole, group.nodes) and found.calls[whole].take(x):
+            return self._stepped(whole, candidate)
+        others = group.nodes - {group.norm.node}
+        behind = found.common_module(others)
+        if behind is None or not found.consists_of(behind, others):
+            raise UnfitError("open-group", "no module consists of its two linears and its activation alone")
+        return self._pair(group.norm.fqn, behind, candidate)
+
+    def _norm(self, norm: NormModule) -> Candidate:
+        return Candidate("norm", norm.fqn, LayerNormStep(self.module(norm.fqn), norm.eps), (shape_of(norm.node) or (),))
+
+    def _lone_norm(self, norm: NormModule, candidate: Candidate) -> Replacement:
+        """A module that computes only a norm, and is called once with one tensor."""
+        if not self.found.consists_of(norm.fqn, frozenset({norm.node})) or not self.found.calls[norm.fqn].one_of_one_tensor:
+            raise UnfitError("open-norm", "its module is called more than once, or does something else as well")
+        return self._stepped(norm.fqn, candidate)
+
+    def _patches(self, patches: Patches) -> Candidate:
+        return Candidate("patches", patches.fqn, PatchesStep(self._convolution(patches.fqn)), (self._image(patches.fqn),))
+
+    def _lone_patches(self, patches: Patches, candidate: Candidate) -> Replacement:
+        return self._stepped(patches.fqn, candidate)
+
+    def _embedding(self, fqn: str, group: Embedding) -> Replacement:
+        """A method behind a patch embedding, in the method of the same module that calls both.
+
+        A new method is set on the module. It runs on a view of the module in which one step replaces the two. All other calls of the
+        patch embedding, or of the method behind it, use the model's own.
+        """
+        module = self.module(group.fqn)
+        together = Together(module, METHOD, group.patches)
+        position, prefix = group.position and group.position.of(module), [each.of(module) for each in group.prefix]
+        convolution = self._convolution(below(group.fqn, group.convolution))
+        step = EmbeddingStep(together, convolution, position, prefix, group.image)
+        candidate = Candidate("patches", fqn, step, (self._image(fqn),))
+        called = [module.get_submodule(each) for each in group.called]
+
+        def put(fused: Fused) -> None:
+            start = f"{group.fqn}." if group.fqn else ""
+            others = {fqn.removeprefix(start): each for fqn, each in fused.modules.items() if fqn.startswith(start)}
+            condition = Condition(called, above(module, (group.patches, *others)), trains=self.trains)
+            method = StandInMethod(module, group.caller, together.replaced(step, others), condition)
+            fused.methods[group.fqn, group.caller] = method
+
+        return Replacement((candidate,), Condition(called, trains=self.trains), put)
+
+    def _stepped(self, fqn: str, candidate: Candidate) -> Replacement:
+        """One module that is the whole group."""
+        original = self.module(fqn)
+        condition = Condition(original.modules(), itself=original, trains=self.trains)
+
+        def put(fused: Fused) -> None:
+            fused.modules[fqn] = Stepped(original, candidate.step, condition)
+
+        return Replacement((candidate,), condition, put)
+
+    def _pair(self, norm: str, behind: str, candidate: Candidate) -> Replacement:
+        """A norm, and the module behind it that also computes the norm."""
+        calls = self.found.calls
+        if not calls[norm].one_of_one_tensor:
+            raise UnfitError("calls", f"{norm} is not called once with one tensor alone")
+        if not calls[behind].take(calls[norm].first_result):
+            raise UnfitError("call-form", f"{behind} is not called once with the normed input alone")
+        first, second = self.module(norm), self.module(behind)
+        holders = [self.module(fqn.rpartition(".")[0]) for fqn in (norm, behind)]
+        condition = Condition([*first.modules(), *second.modules()], holders, trains=self.trains)
+
+        def put(fused: Fused) -> None:
+            fused.modules[norm] = Passed(first, condition)
+            fused.modules[behind] = Stepped(second, candidate.step, condition)
+
+        return Replacement((candidate,), condition, put)
+
+    def _image(self, fqn: str) -> tuple[int, ...]:
+        return tuple(self.found.calls[fqn].first_input.shape)
+
+    def _convolution(self, fqn: str) -> nn.Conv2d:
+        convolution = self.module(fqn)
         assert isinstance(convolution, nn.Conv2d)  # find_groups has seen to it
-        return {"patches": Candidate("patches", part.fqn, PatchesStep(convolution), (part.image,))}
-    if isinstance(part, FeedForwardGroup):
-        norm, *inner = [(module(each.fqn), each.eps) for each in (part.norm, part.inner) if each is not None]
-        first, second, scale = map(module, part.first), module(part.second), _parameter(model, part.tail.scale)
-        residual = part.tail.residual is not None
-        step = FeedForwardStep(norm, first, part.gate, part.activation, inner[0] if inner else None, second, scale, residual)
-        return {"ffn": Candidate("ffn", part.second, step, (_rows(part.source),), (*part.first, part.second))}
-    own: Own = {}
-    if part.projection is not None:
-        norm, linear = part.projection.norm, part.projection.linear
-        step = NormLinearStep(module(norm.fqn), norm.eps, module(linear))
-        own["qkv"] = Candidate("qkv", linear, step, (_rows(part.projection.source),), (linear,))
-    if part.call is not None:
-        scale = part.call.kwargs.get("scale")
-        shapes = tuple(shape for each in part.call.args[:3] if isinstance(each, Node) and (shape := shape_of(each)) is not None)
-        own["attention"] = Candidate("attention", part.attention, AttentionStep(scale if isinstance(scale, float) else None), shapes)
-    out = part.out
-    step = LinearResidualStep(module(out.linear), _parameter(model, out.tail.scale))
-    own["attn_out"] = Candidate("attn_out", out.linear, step, (_rows(out.source), _rows(out.branch)), (out.linear,))
-    return own
-
-
-def _attended(model: nn.Module, seen: Survey, block: Block, part: Attended, own: Own) -> FusedAttended:
-    def inside(fqn: str) -> str:
-        """The name below the attention's module."""
-        return fqn[len(part.attention) + 1 :]
-
-    replaced: dict[str, nn.Module] = {inside(part.out.linear): nn.Identity()}
-    attributes: dict[tuple[str, str], Any] = {("", "training"): False}  # of attention that drops nothing, or would not be fused
-    before = None if part.norm is None else model.get_submodule(part.norm)
-    if part.projection is not None and own["qkv"].step.enabled:
-        replaced[inside(part.projection.linear)] = own["qkv"].step
-        switch = seen.switches.get(part.projection.linear)
-        if switch is not None:
-            attributes[inside(switch.module_fqn), switch.attribute] = switch.value
-        if part.norm is None:
-            replaced[inside(part.projection.norm.fqn)] = nn.Identity()
-        before = None
-    step = own["attention"].step if "attention" in own else None
-    attending = Attending(step) if isinstance(step, AttentionStep) and step.enabled else None
-    attention = view(model.get_submodule(part.attention), replaced, attributes)
-    out = own["attn_out"].step
-    assert isinstance(out, LinearResidualStep)  # it was built so
-    return FusedAttended(before, attention, attending, out, block.form.handed[part.attention])
-
-
-def _parameter(model: nn.Module, name: str | None) -> Parameter | None:
-    """The module that holds a parameter of this name, and its name there."""
-    if name is None:
-        return None
-    fqn, _, leaf = name.rpartition(".")
-    return model.get_submodule(fqn), leaf
+        return convolution
 
 
 def _rows(node: Node) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
-"""Modules that replace others, with the same parameters, buffers, children and hooks; puts them in, and restores the own."""
+"""Modules and methods that replace others, with the same parameters, buffers, children and hooks; puts them in, and restores the own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flysurgery.errors import InferenceError
 from flysurgery.ops import forget_moved
@@ -24,37 +24,41 @@ def is_plain(module: nn.Module) -> bool:
 
 
 class Condition:
-    """Whether a fused module may replace ``module``: it is not in training mode, no module in it is, and none in it has hooks.
+    """Whether fused modules may run: no covered module is in training mode or has hooks on its call.
 
-    One that ``trains`` may run in training mode where no module drops anything then: dropouts and paths have a rate of zero. Hooks on
-    ``module`` itself are called by what replaces it.
+    Those that train may run in training mode where no covered module drops anything then: dropouts and paths have a rate of zero. Hooks
+    on ``itself``, the module that is replaced, are called by what replaces it.
 
-    After ``settle``, the modules must also keep the children that they had then, and none of them may get another forward. A compiler
-    skips this check, which would cost it hundreds of guards.
+    After ``settle``, the covered modules and ``holders`` must also keep the children that they had then, and no covered module or child
+    may get another forward. A compiler skips this check, which would cost it hundreds of guards.
     """
 
-    def __init__(self, module: nn.Module, *, trains: bool = False) -> None:
-        self.covered = tuple(module.modules())
-        self._hooked = self.covered[1:]
-        self._hooks = tuple(getattr(each, name) for each in self._hooked for name in _HOOKS)  # the dictionaries, which stay the same
-        self._rates = [(each, name) for each in self.covered for name in rates_of(each)] if trains else None
+    def __init__(
+        self, covered: Iterable[nn.Module], holders: Iterable[nn.Module] = (), *, itself: nn.Module | None = None, trains: bool = False
+    ) -> None:
+        self.covered, self._holders = tuple(covered), tuple(holders)
+        self._hooked = [module for module in self.covered if module is not itself]
+        self._hooks = tuple(getattr(module, name) for module in self._hooked for name in _HOOKS)  # the dictionaries, which stay the same
+        self._rates = [(module, name) for module in self.covered for name in rates_of(module)] if trains else None
         self._places = list[tuple[dict[str, Any], str]]()
-        self._settled: list[Any] | None = None
+        self._forwards, self._settled = list[nn.Module](), list[Any]()
         self._dictionaries, self._names = list[dict[str, Any]](), list[str]()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_dictionaries": []}  # the ``vars`` of modules, which a copy of a module has anew
 
     def settle(self) -> None:
-        """Store the present children and forwards as those from which the fused module was made."""
-        self._places = [(module._modules, name) for module in self.covered for name in module._modules]
+        """Store the present children and forwards as those from which the fused modules were made."""
+        self._places = [(module._modules, name) for module in (*self.covered, *self._holders) for name in module._modules]
+        children = (place[name] for place, name in self._places)
+        self._forwards = [*{id(module): module for module in (*self.covered, *children) if module is not None}.values()]
         self._settled = self._present()
 
     def holds(self) -> bool:
         """Whether the fused modules may run. Every call asks this, so it takes a third of the time of ``obstacle``."""
         if torch.compiler.is_compiling():
             return not any(self._hooks) and not any(module.training for module in self.covered)
-        return not any(self._hooks) and not self._differ() and (self._settled is None or self._settled == self._present())
+        return not any(self._hooks) and not self._differ() and self._settled == self._present()
 
     def _differ(self) -> bool:
         """Whether covered modules compute something else in their training mode."""
@@ -64,7 +68,7 @@ class Condition:
 
     def _present(self) -> list[Any]:
         if not self._dictionaries:
-            places = [*self._places, *((vars(module), "forward") for module in self.covered)]
+            places = [*self._places, *((vars(module), "forward") for module in self._forwards)]
             self._dictionaries, self._names = [place for place, _ in places], [name for _, name in places]
         return [*map(dict.get, self._dictionaries, self._names)]
 
@@ -134,6 +138,38 @@ class StandIn(nn.Module):
             return getattr(self.__dict__[STANDS_FOR][0], name)
 
 
+class Stepped(StandIn):
+    """A module that ``step`` computes, for calls with one argument."""
+
+    def __init__(self, original: nn.Module, step: nn.Module, condition: Condition) -> None:
+        super().__init__(original, condition)
+        self._step = (step,)  # in a tuple, so that it is no child: it refers to modules that the model has already
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        fits = len(args) == 1 and not kwargs
+        return self._step[0](*args) if fits and self.condition.holds() else self.plain(*args, **kwargs)
+
+
+class Passed(StandIn):
+    """A module whose work a later fused module does: returns its only argument as long as that module runs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.condition.holds():
+            return self.plain(*args, **kwargs)
+        (x,) = (*args, *kwargs.values())
+        return x
+
+
+class Undropped(nn.Dropout):
+    """A dropout in evaluation mode with all its attributes. It does not call PyTorch's function, which modes would see."""
+
+    def __init__(self, original: nn.Dropout) -> None:
+        self.__dict__ = original.__dict__
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input
+
+
 def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: Mapping[tuple[str, str], Any] | None = None) -> nn.Module:
     """``module`` with other children below it, and attributes of other values; the module itself stays as it is.
 
@@ -163,33 +199,86 @@ def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: M
         parent, _, name = path.rpartition(".")
         copy_of(parent)._modules[name] = new
     for (path, name), value in (attributes or {}).items():
-        vars(copy_of(path))[name] = value
+        vars(copy_of(path))[name] = value  # a module here is no child, and hides a method of the class
     return copies[""]
 
 
-def put(model: nn.Module, modules: Mapping[str, StandIn]) -> None:
-    """Put modules in place under all names of the old ones. For ``model`` itself, set its forward."""
-    old = {id(model.get_submodule(fqn)): module for fqn, module in modules.items()}
+def above(module: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
+    """``module`` and the modules on the way to these names below it. A ``view`` that replaces these names has copies of them."""
+    parts = [path.split(".")[:-1] for path in paths]
+    return [module.get_submodule(path) for path in {".".join(names[:count]): None for names in parts for count in range(len(names) + 1)}]
+
+
+class Together(nn.Module):
+    """``method`` of a module behind its child ``before``."""
+
+    def __init__(self, module: nn.Module, method: str, before: str) -> None:
+        super().__init__()
+        self.module, self.method, self.before = module, method, before
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self.module, self.method)(self.module.get_submodule(self.before)(x))
+
+    def replaced(self, step: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:
+        """A view of the module, with ``others`` below it. Its ``before`` gives its input to ``step``, which replaces ``method``."""
+        before = Passed(self.module.get_submodule(self.before), Condition(()))
+        return view(self.module, {**others, self.before: before}, {("", self.method): step})
+
+
+class StandInMethod:
+    """Replaces a method of ``module``. It calls the method on the view ``inner`` as long as the condition holds.
+
+    At each call the view gets the attributes that the module has now, such as a switch for checkpoints.
+    """
+
+    def __init__(self, module: nn.Module, method: str, inner: nn.Module, condition: Condition) -> None:
+        self.module, self.method, self.inner, self.condition = module, method, inner, condition
+        self._own = {name: value for name, value in vars(inner).items() if vars(module).get(name) is not value}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        holder = self.module
+        if self.condition.holds():
+            holder = self.inner
+            if not torch.compiler.is_compiling():
+                vars(holder).update(vars(self.module) | self._own)
+        return getattr(type(holder), self.method)(holder, *args, **kwargs)
+
+
+class Fused(NamedTuple):
+    """What is put into a model: modules by the names of those that they replace, and methods by the names of modules and their own."""
+
+    modules: dict[str, StandIn]
+    methods: dict[tuple[str, str], StandInMethod]
+
+
+def put(model: nn.Module, fused: Fused) -> None:
+    """Put modules in place under all names of the old ones, and methods on modules. For ``model`` itself, set its forward."""
+    methods = list[tuple[nn.Module, str, Callable[..., Any]]]()
+    methods += [(model.get_submodule(fqn), name, method) for (fqn, name), method in fused.methods.items()]
+    old = {id(model.get_submodule(fqn)): module for fqn, module in fused.modules.items()}
     for parent, name, child in _children(model):
         if id(child) in old:
             parent._modules[name] = old[id(child)]
-    if "" in modules:
-        vars(model).update({"forward": modules[""].forward, STANDS_FOR: None})
-    for each in modules.values():
+    if "" in fused.modules:
+        methods.append((model, "forward", fused.modules[""].forward))
+    for module, name, method in methods:
+        vars(module).update({name: method, STANDS_FOR: (module, name)})
+    for each in (*fused.modules.values(), *fused.methods.values()):
         each.condition.settle()
 
 
 def restore(model: nn.Module) -> int:
     """Put back the modules that ``optimize`` replaced, in ``model`` and in modules of it that were optimized separately.
 
-    Returns the number of these modules, and of those whose forward was set; 0 for a model that is not optimized.
+    Returns the number of these modules and of those on which a method was set; 0 for a model that is not optimized.
     """
     replaced = [(parent, name, child) for parent, name, child in _children(model) if isinstance(child, StandIn)]
     for parent, name, child in replaced:
         parent._modules[name] = child.original
-    themselves = [module for module in model.modules() if STANDS_FOR in vars(module) and not isinstance(module, StandIn)]
+    themselves = [module for module in model.modules() if STANDS_FOR in vars(module)]
     for module in themselves:
-        del vars(module)[STANDS_FOR], vars(module)["forward"]
+        _, name = vars(module).pop(STANDS_FOR)
+        del vars(module)[name]
     return len(replaced) + len(themselves)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from operator import index
 from typing import NamedTuple
@@ -11,32 +11,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.gpu.dense_patches import patches_obstacle, run_patches
+from flysurgery.gpu.dense_patches import patches_obstacle, rows_of_image, run_patches
 from flysurgery.gpu.device import device_obstacle
-from flysurgery.gpu.modes import mode_for
+from flysurgery.gpu.modes import present_mode
 from flysurgery.ops.parts import present
 from flysurgery.ops.ways import Stage, Stages
 from flysurgery.torch_state import is_tracing
 
 
 class PatchEmbedding(NamedTuple):
-    """A convolution of patches that do not overlap; x: (images, channels, height, width). The result is (images, patches, features).
+    """A convolution of patches that do not overlap; x: (images, channels, height, width).
 
-    One product reads the pixels where they lie.
+    The result is (images, tokens + patches, features). The tokens of ``prefix`` stand before the patches of each image. ``position`` is
+    added to the patches, or to both where it has rows for both. One product reads the pixels where they lie. Where the kernel cannot,
+    they are copied once and PyTorch computes the product.
     """
 
     weight: Tensor  # shape: (features, channels, patch height, patch width)
     bias: Tensor | None  # shape: (features,)
+    position: Tensor | None = None  # shape: (*, patches, features), or (*, tokens + patches, features)
+    prefix: Sequence[Tensor] = ()  # shapes: (*, some of the tokens, features)
 
     registered = True
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return present(self.weight, self.bias)
+        return present(self.weight, self.bias, self.position, *self.prefix)
 
     @property
     def form(self) -> tuple[Hashable, ...]:
-        return "patch_embedding", self.bias is None
+        return "patch_embedding", self.bias is None, self.position is None
 
     def wrong(self, x: Tensor) -> str | None:
         other = next((tensor.dtype for tensor in self.tensors if tensor.dtype != x.dtype), None)
@@ -50,26 +54,72 @@ class PatchEmbedding(NamedTuple):
         (height, width), (high, wide) = x.shape[2:], weight.shape[2:]
         if height < high or width < wide or height % high or width % wide:
             return f"images of {height}x{width} are not cut into patches of {high}x{wide}"
-        return None
+        return _wrong_rows(self, (height // high) * (width // wide))
 
     def stages(self, x: Tensor) -> Stages | str:
-        mode, (features, channels, high, wide) = mode_for(x), map(index, self.weight.shape)
-        return _patches_obstacle(features, channels, high, wide, mode, x.device.index) or (Stage((), partial(_in_place, mode=mode)),)
+        mode = present_mode(x.dtype)
+        if mode is not None:
+            features, channels, high, wide = map(index, self.weight.shape)
+            if _patches_obstacle(features, channels, high, wide, mode, x.device.index) is None:
+                return (Stage((), partial(_in_place, mode=mode)),)
+        return (Stage((), _copied),)
 
     def plainly(self, x: Tensor) -> Tensor:
-        return functional.conv2d(x, self.weight, self.bias, stride=self.weight.shape[2:]).flatten(2).transpose(1, 2)
+        patches = functional.conv2d(x, self.weight, self.bias, stride=self.weight.shape[2:])
+        return self._with_position(x, patches.flatten(2).transpose(1, 2))
 
     def by_product(self, x: Tensor) -> Tensor:
-        """The same by a copy and one product, with gradients: those of a convolution's weight take PyTorch longer."""
-        (count, channels, height, width), (high, wide) = x.shape, self.weight.shape[2:]
-        cut = x.reshape(count, channels, height // high, high, width // wide, wide)
-        pixels = cut.permute(0, 2, 4, 1, 3, 5).reshape(count, -1, channels * high * wide)
-        return functional.linear(pixels, self.weight.flatten(1), self.bias)
+        """The same by one product, with gradients: that of a convolution's weight takes PyTorch longer."""
+        return self._with_position(x, functional.linear(_pixels(x, self.weight), self.weight.flatten(1), self.bias))
+
+    def _with_position(self, x: Tensor, patches: Tensor) -> Tensor:
+        _, _, position, prefix = self
+        if position is not None and position.shape[-2] == patches.shape[1]:
+            patches, position = patches + position, None
+        tokens = torch.cat([*(each.expand(len(x), -1, -1) for each in prefix), patches], dim=1) if prefix else patches
+        return tokens if position is None else tokens + position
 
 
 def _in_place(y: Tensor, images: Tensor, patches: PatchEmbedding, mode: str) -> Tensor:
+    weight, bias, position, prefix = patches
     run = torch.ops.flysurgery.dense_patches if is_tracing(images) else run_patches
-    return run(images, *patches, mode)
+    return run(images, weight, bias, position, [*prefix], mode)
+
+
+def _copied(y: Tensor, images: Tensor, patches: PatchEmbedding) -> Tensor:
+    weight, bias, position, prefix = patches
+    features, count, pixels = weight.shape[0], images.shape[0], _pixels(images, weight)
+    before, position = rows_of_image(position, prefix, pixels.shape[1])
+    offset = torch.zeros((1, features), dtype=images.dtype, device=images.device) if bias is None else bias[None]
+    offset = (offset if position is None else position + offset).expand(count, pixels.shape[1], -1)
+    matrix = weight.reshape(features, -1).t().expand(count, -1, -1)
+    if before is None:
+        return torch.baddbmm(offset, pixels, matrix)
+    tokens = images.new_empty((count, len(before) + pixels.shape[1], features))
+    tokens[:, : len(before)] = before
+    torch.baddbmm(offset, pixels, matrix, out=tokens[:, len(before) :])
+    return tokens
+
+
+def _pixels(images: Tensor, weight: Tensor) -> Tensor:  # shape: (images, patches, channels * patch height * patch width)
+    """A copy in which the pixels of a patch lie side by side."""
+    (count, channels, height, width), (high, wide) = images.shape, weight.shape[2:]
+    cut = images.reshape(count, channels, height // high, high, width // wide, wide)
+    return cut.permute(0, 2, 4, 1, 3, 5).reshape(count, -1, channels * high * wide)
+
+
+def _wrong_rows(patches: PatchEmbedding, count: int) -> str | None:
+    """Why position and prefix do not fit an image of this many patches."""
+    weight, _, position, prefix = patches
+    features = weight.shape[0]
+    for rows in (*prefix, *([] if position is None else [position])):
+        if rows.dim() < 2 or rows.shape[-1] != features or rows.shape[:-2].numel() != 1:
+            return f"expected position and prefix to be rows of {features} features, got a tensor of shape {tuple(rows.shape)}"
+    tokens = sum(rows.shape[-2] for rows in prefix)
+    beyond = 0 if position is None else position.shape[-2] - count  # PyTorch 2.11's compiler does not find a symbol in a tuple
+    if beyond == 0 or beyond == tokens:
+        return None
+    return f"{count} patches and {tokens} tokens before them have no position of {count + beyond} rows"
 
 
 @torch.compiler.assume_constant_result  # depends on the machine and the arguments alone

@@ -19,7 +19,8 @@ from flysurgery.walker import SeparateAttention, Switch, separated
 PLAN = "_flysurgery_plan"
 SWITCHES_BEFORE = "_flysurgery_switches_before"
 STANDS_FOR = "_flysurgery_stands_for"
-"""On a fused module of an optimized model: the module that it replaces. A model that got a fused forward has it too."""
+"""On a fused module of an optimized model: the module in whose place it stands; on one on which a fused method was set, itself, and the
+method's name."""
 
 
 def plan_of(model: nn.Module) -> Plan | None:
@@ -28,7 +29,7 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 
 def is_optimized(model: nn.Module) -> bool:
-    """Whether fused modules are in ``model``, or one of its own modules got a fused forward."""
+    """Whether fused modules stand in ``model``, or a fused method was set on one of its own."""
     return any(STANDS_FOR in vars(module) for module in model.modules())
 
 

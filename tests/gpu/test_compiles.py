@@ -123,7 +123,7 @@ KERNELS: dict[str, tuple[int, Variants]] = {
             "fp16": lambda: dense(384, "fp16"),
             "fp32": lambda: dense(384, "fp32"),
             "a gate": lambda: dense(4096, "bf16", gated=True),
-            "patches": lambda: made(dense_tiling(192, 384, "fp16", LIMIT)).defines("none", False, Patch(8, 8)),
+            "patches": lambda: made(dense_tiling(192, 384, "fp16", LIMIT)).defines("none", True, Patch(8, 8, 5)),
         },
     ),
     "dense_stream": (0, {"768": lambda: stream(768)}),

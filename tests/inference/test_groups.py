@@ -19,7 +19,7 @@ from flysurgery.inference import clock, measure_groups
 from flysurgery.inference.find_groups import find_groups
 from recipes.vit_units import PaperBlock, PaperFeedForward, Residual, VitSizes, dense_layer
 from tests.inference.conftest import FFN_LAUNCHES
-from tests.inference.models import BLOCK, SMALL, keeps_outputs, left, ready, small
+from tests.inference.models import BLOCK, SMALL, keeps_outputs, ready, small
 from tests.support.tolerance import assert_equal
 
 WIDTH = 48
@@ -80,11 +80,8 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "feed-forward": (lambda: (lambda block: Residual(block.norm2, block.mlp))(vit().blocks[0]), ["ffn"]),
     "feed-forward without a sum": (lambda: PaperFeedForward(SIZES, dense_layer), ["ffn"]),
     "q, k and v apart, attention written out": (lambda: PaperBlock(SIZES, dense_layer), ["linear_residual", "ffn"]),
-    "a row of halves and a norm": (lambda: Row(row), [*BLOCK * 2, "layer_norm"]),
-    "a row without norms before attention": (
-        lambda: Row(row, normed=False),
-        [*[name for name in BLOCK * 2 if name != "norm_linear"], "layer_norm"],
-    ),
+    "a row of halves and a norm": (lambda: Row(row), BLOCK * 2),
+    "a row without norms before attention": (lambda: Row(row, normed=False), [name for name in BLOCK * 2 if name != "norm_linear"]),
     "feed-forward first": (lambda: Row(lambda self, x: (lambda y: y + self.attentions[0](y))(x + self.feeds[0](x))), ["ffn", *ATTENTION]),
 }
 
@@ -126,11 +123,14 @@ def test_numbers_that_may_be_the_inputs_size_are_left(called: list[str]) -> None
         def forward(self, x: Tensor, size: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
             return super().forward(x * (size[0] if isinstance(size, tuple) else size))
 
-    for given in ((), (17,), ((17, 3),)):
+    for given, fused in (((), False), ((17,), True), (((17, 3),), True)):
         model, x = ready(Sized(), convert=False), tokens()
         before = model(x, *given)
-        assert left(flysurgery.optimize(model, (x, *given)))["attend.out"] == "call-form"
+        report = flysurgery.optimize(model, (x, *given))
+        assert ("attn_out" in {row.group for row in report.fused}) is fused
         assert_equal(model(x, *given), before)
+        assert_equal(model(x[:, :9], *given), report.model.attend(x[:, :9], *(given or (9,))) + x[:, :9])  # pyright: ignore
+        assert_equal(model(x, 5), x + model.attend(x, 5))  # pyright: ignore
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_a_norm_that_norms_something_else_as_well_is_kept(called: list[str]) -> 
     before = model(x)
     report = flysurgery.optimize(model, x)
     assert {row.group: row.reason and row.reason.code for row in report.rows} == {
-        "qkv": "no-block",
+        "qkv": "calls",
         "attn_out": "no-residual",
         "norm": "open-norm",
     }

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flysurgery
+from flysurgery.inference import clock
 from flysurgery.ops import Repeating
 from tests.support.tolerance import assert_equal
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.gpu
 SIZES: dict[str, Any] = {"img_size": 64, "patch_size": 16, "embed_dim": 384, "depth": 2, "num_heads": 6, "num_classes": 5}
 REPEATED = 4
 """What is fused by itself: the patches, two blocks, and the last norm."""
+MEDIANS_MS = clock.medians_ms
 ROUNDS = 12
 """Of what is done again and again while much else happens on the GPU."""
 
@@ -133,6 +135,22 @@ def test_modes_streams_and_graphs(model: nn.Module, x: Tensor) -> None:
     changed = model(x)  # also outside of the graph
     assert_equal(captured(x), changed)
     assert not torch.equal(changed, expected)
+
+
+def test_graphs_take_weights_that_require_gradients_as_they_are(model: nn.Module, x: Tensor) -> None:
+    model.requires_grad_()
+    expected = model(x)
+    assert MEDIANS_MS((model,), (x,), most_copies=2)[0] > 0, "the clock's graphs as well"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = model(x)
+    graph.replay()
+    assert_equal(y, expected)
+    model.get_parameter("blocks.0.mlp.fc1.factors.0").mul_(3)
+    changed = model(x)
+    assert not torch.equal(changed, expected)
+    graph.replay()
+    assert_equal(y, changed)
 
 
 def test_gradients_and_training_are_not_repeated(model: nn.Module, x: Tensor) -> None:
@@ -284,6 +302,18 @@ SEALED = [torch.ops.flysurgery.sealed] * 2
 def test_a_block_is_one_operator(blocks: nn.Module, tokens: Tensor) -> None:
     assert operators(blocks, tokens) == SEALED
     assert operators(copy.deepcopy(blocks), tokens) == SEALED
+
+
+@torch.enable_grad()
+def test_gradients_autocast_and_exports_need_more_than_one_operator(blocks: nn.Module, tokens: Tensor) -> None:
+    assert operators(blocks, tokens) == SEALED  # no gradients are asked for
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.ops.flysurgery.sealed not in operators(blocks, tokens)
+    blocks.requires_grad_(True)
+    assert torch.ops.flysurgery.sealed not in operators(blocks, tokens)
+    blocks.requires_grad_(False)
+    exported = torch.export.export(blocks, (tokens,), strict=False)
+    assert not any("sealed" in str(node.target) for node in exported.graph.nodes)
 
 
 def scale(blocks: nn.Module) -> None:

@@ -52,7 +52,7 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cas
     model, ran, own = learning(convert=getattr(request, "param", True), init_values=0.5), [], ops.trained
     monkeypatch.setattr(ops, "trained", lambda x, operation: ran.append(operation.form[0]) or own(x, operation))
     x, plain = images(model, 4), copy.deepcopy(model).double()
-    flysurgery.optimize(model, x, training="captured")
+    flysurgery.optimize(model, x, training=True)
     ran.clear()
     return Case(model.double(), plain, x.double(), ran)
 
@@ -190,7 +190,7 @@ def test_float64_stays_under_autocast(case: Case) -> None:
 
 
 def test_on_the_meta_device() -> None:
-    report = flysurgery.optimize(learning().to("meta"), training="captured")
+    report = flysurgery.optimize(learning().to("meta"), training=True)
     assert {row.group for row in report.fused} == {"patches", "qkv", "attention", "attn_out", "ffn"}
 
 
@@ -205,4 +205,4 @@ def test_inputs_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: [way(*inputs) and n for n, way in enumerate(ways)][::-1])
     x = images(learning())
-    assert flysurgery.optimize(Masked(), (x, x > 0), training="captured").fused
+    assert flysurgery.optimize(Masked(), (x, x > 0), training=True).fused

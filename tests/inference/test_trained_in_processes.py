@@ -22,7 +22,7 @@ clock.medians_ms = lambda ways, inputs, **_: (2.0, 1.0)
 rank, ran, seen, own = dist.get_rank(), [], {}, ops.trained
 optimized, joined = learning(convert=True), learning(convert=True).double()
 x = images(optimized, 4)
-flysurgery.optimize(optimized, x, training="captured")
+flysurgery.optimize(optimized, x, training=True)
 x = x.double()
 expected = gradients(joined, x)
 ops.trained = lambda x, operation: ran.append(1) or own(x, operation)
@@ -41,7 +41,7 @@ for kind in ("wrapped", "sharded"):
     seen[kind] = [max(distance(found, expected).values()), len(ran)]
     flysurgery.restore(model)
     try:
-        flysurgery.optimize(model, x, training="captured")
+        flysurgery.optimize(model, x, training=True)
     except flysurgery.errors.InferenceError as error:
         seen[kind].append(str(error))
 dist.destroy_process_group()

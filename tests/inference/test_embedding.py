@@ -1,0 +1,185 @@
+"""Patches with their position and the tokens before them: where they are proven, what is left, and that every call stays right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from timm.models._features import FeatureGetterNet
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+import flysurgery
+from flysurgery import ops
+from flysurgery.inference.standin import StandIn
+from flysurgery.ops import Way
+from tests.inference.models import images, keeps_outputs, small
+from tests.support.tolerance import assert_equal
+
+Given = tuple[bool, int]
+"""Whether a kernel was given a position, and how many parameters before the patches."""
+ALONE, ALL = (False, 0), (True, 1)
+
+
+@pytest.fixture
+def given(called: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Given]]:
+    """What the patches' kernel, which is always there and faster, was given in each call."""
+    seen, plain = list[Given](), ops.way
+
+    def noting(x: Tensor, operation: ops.Operation) -> Way | str:
+        if isinstance(operation, ops.PatchEmbedding):
+            seen.append((operation.position is not None, len(operation.prefix)))
+        return plain(x, operation)
+
+    monkeypatch.setattr(ops, "way", noting)
+    yield seen
+
+
+vit = partial(small, convert=False)
+
+
+def rows_of(report: Any) -> dict[str, str]:
+    """The patches' rows of a report: the reason's code, or "fused"."""
+    return {row.fqn: row.reason.code if row.reason else row.status for row in report.rows if row.group == "patches"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("vit_tiny_patch16_224", {}, (True, 1)),
+        ("vit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"}, (True, 0)),
+        ("vit_tiny_patch16_224", {"pos_embed": "none"}, (False, 1)),
+        ("vit_tiny_patch16_224", {"reg_tokens": 4, "no_embed_class": True, "pre_norm": True}, (True, 2)),
+        ("deit_tiny_distilled_patch16_224", {}, (True, 2)),
+        ("vit_small_patch14_reg4_dinov2", {}, (True, 2)),
+        ("vit_base_patch16_siglip_224", {}, (True, 0)),
+    ],
+)
+def test_position_and_tokens_are_found(given: list[Given], name: str, options: dict[str, Any], expected: Given) -> None:
+    model = vit(name, **options)
+    x = images(model, 3)
+    before = model(x)
+    report = flysurgery.optimize(model)
+    assert rows_of(report) == {"patch_embed": "fused", "patch_embed.proj": "fused"}
+    given.clear()
+    assert_equal(model(x), before)
+    assert given == [expected]
+    report.restore()
+    given.clear()
+    assert_equal(model(x), before)
+    assert given == [] and "forward_features" not in vars(model)
+    assert not flysurgery.surgery.is_optimized(model)
+
+
+class Scaled(VisionTransformer):
+    """Reads its patches beside the method."""
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        patches = self.patch_embed(x)
+        return self.norm(self.blocks(self._pos_embed(patches))) * patches.mean()
+
+
+class Turned(VisionTransformer):
+    """Numbers its patches from the last."""
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        return super()._pos_embed(x.flip(1))
+
+
+class Down(VisionTransformer):
+    """Numbers its patches down first."""
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        return super()._pos_embed(x.unflatten(1, (4, 4)).transpose(1, 2).flatten(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        (Scaled, {"patch_embed.proj": "fused", "_pos_embed": "shared"}),
+        (Turned, {"patch_embed.proj": "fused", "_pos_embed": "more"}),
+        (Down, {"patch_embed.proj": "fused", "_pos_embed": "order"}),
+    ],
+)
+def test_what_does_something_else_as_well_is_left(given: list[Given], kind: type[nn.Module], rows: dict[str, str]) -> None:
+    model = vit()
+    model.__class__ = kind
+    x = images(model)
+    before = model(x)
+    assert rows_of(flysurgery.optimize(model)) == rows
+    given.clear()
+    assert_equal(model(x), before)
+    assert given == [ALONE]
+
+
+def test_a_position_that_is_computed_or_added_by_the_forward_is_left(given: list[Given]) -> None:
+    model = vit(dynamic_img_size=True)
+    xs = images(model), torch.randn(3, 3, 48, 24)
+    before = [model(x) for x in xs]
+    assert rows_of(flysurgery.optimize(model)) == {"patch_embed.proj": "fused", "_pos_embed": "no-position"}
+    for x, expected in zip(xs, before, strict=True):
+        assert_equal(model(x), expected)
+    model = vit("beit_base_patch16_224", use_abs_pos_emb=True)
+    assert rows_of(flysurgery.optimize(model)) == {"patch_embed.proj": "fused", "cls_token": "inline"}
+
+
+def test_images_of_another_size_go_to_the_own_method(given: list[Given]) -> None:
+    """Without a position the model takes any; 8x2 patches of 8x8 pixels are as many as those of the trace."""
+    model = vit(pos_embed="none")
+    model.patch_embed.strict_img_size = False  # pyright: ignore
+    x = torch.randn(2, 3, 64, 16)
+    before = model(x)
+    flysurgery.optimize(model)
+    given.clear()
+    assert_equal(model(x), before)
+    assert given == [ALONE]
+
+
+def test_position_and_tokens_are_those_of_now(given: list[Given]) -> None:
+    model = vit()
+    x = images(model)
+    flysurgery.optimize(model)
+    plain = copy.deepcopy(model)
+    flysurgery.restore(plain)
+    for each in (model, plain):
+        each.pos_embed.mul_(0.5)  # pyright: ignore[reportCallIssue]
+        each.cls_token = nn.Parameter(torch.ones(1, 1, 48), requires_grad=False)
+    assert_equal(model(x), plain(x))
+    assert_equal(model.bfloat16()(x.bfloat16()), plain.bfloat16()(x.bfloat16()))
+
+
+def test_inside_of_another_model(given: list[Given]) -> None:
+    model, x = FeatureGetterNet(vit(), out_indices=(0, 1)), torch.randn(2, 3, 32, 32)
+    before = model(x)
+    report = flysurgery.optimize(model, x)
+    given.clear()
+    for found, expected in zip(model(x), before, strict=True):
+        assert_equal(found, expected)
+    assert given == [ALL]
+    assert report.restore() == 4
+    assert not any(isinstance(module, StandIn) for module in model.modules())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("faster")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit_tiny_patch16_224", {}),
+        ("vit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"}),
+        ("vit_small_patch14_reg4_dinov2", {}),
+    ],
+)
+def test_on_a_gpu_whole_models_keep_their_outputs(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    model = vit(name, **{"img_size": 48, "patch_size": 16, "embed_dim": 192, "num_heads": 3, "depth": 1, "num_classes": 64, **options})
+    model.cuda().to(dtype)
+    x = torch.randn((65, 3, 48, 48), generator=torch.Generator().manual_seed(2)).cuda().to(dtype)
+    assert rows_of(keeps_outputs(model, x)) == {"patch_embed": "fused", "patch_embed.proj": "fused"}
+    flysurgery.optimize(model, x)
+    with torch.no_grad():
+        assert_equal(flysurgery.capture(model, x)(x), model(x))
