@@ -115,6 +115,20 @@ def test_a_budget_prints_the_trade_off_draws_it_and_saves_a_model_within_it(run:
     assert sum(layer.weights_after for layer in selected) <= 0.4 * sum(layer.weights_before for layer in selected)
 
 
+def test_parts_of_layers_and_a_fidelity_are_chosen(run: Run) -> None:
+    assert run("convert", *RANDOM, "--per-layer", "qkv.v$=dense", "--per-layer", "qkv.[qk]$=monarch:8", "--out", "parts").code == 0
+    made = plan_of(load("parts"))
+    assert made is not None
+    q, k, v = next(layer.parts for layer in made.layers if layer.fqn == "blocks.0.attn.qkv")
+    assert (q.architecture, k.architecture, v.architecture) == (monarch(64, 64, 8), monarch(64, 64, 8), None)
+    fit = ("--calibrate", "digits", "--samples", 20)
+    outcome = run("convert", *RANDOM, "--fidelity", 0.9, *fit, "--out", "close", "--json")
+    assert outcome.code == 0, outcome.err
+    found = json.loads(outcome.out)
+    assert min(found["fidelity"]["output_cosine"], found["fidelity"]["token_cosine"] or 1) >= 0.9
+    assert found["tradeoff"]["chosen"]["share"] < 0.95
+
+
 def is_monarch_4(architecture: Architecture | None) -> bool:
     return architecture is not None and architecture == monarch(*architecture.shape, 4)
 

@@ -88,7 +88,7 @@ def test_budgets_that_cannot_be_kept(vit: nn.Module, vit_plan: Plan, many: Tenso
         with pytest.raises(kind, match=message):
             allocate(vit_plan, vit, **options)
     assert allocate(vit_plan, vit, budget=0.4, calibrate=many[:3])[1].judged_on == 1
-    with pytest.raises(OptionError, match="budget and measure choose the architectures, so nblocks and arch cannot"):
+    with pytest.raises(OptionError, match="budget, fidelity and measure choose the architectures, so nblocks and arch cannot"):
         convert(vit, "gonon", nblocks=8, budget=0.5)
 
 
