@@ -78,7 +78,9 @@ def convert(
         Settings(minutes)  # which checks them, before anything is loaded
     if (batch is not None or optimize) and not measure:
         raise OptionError("--batch and --optimize are of the model that --measure times; give --measure with them")
-    check_shared(shared=reconstruct and not (measure or dry_run))
+    check_shared(shared=reconstruct and not (measure or dry_run or fidelity))
+    if fidelity is not None and dry_run:
+        raise OptionError("--fidelity converts copies to find its budget, which --dry-run does not; leave one out")
     given = {"nblocks": nblocks != 4, "rank": rank, "patterns": patterns, "per_layer": choices, "arch": arch}
     named = [name for name, value in given.items() if value]
     allocated = surgery.check_budget(budget, measured=measure, named=named, fidelity=fidelity)
@@ -121,11 +123,7 @@ def convert(
     network = source.build(pretrained=pretrained, seed=seed, device=target)
     fitting = {**fits, "init": init, "seed": seed, "reconstruct": reconstruct if minutes is None else minutes}
     tradeoff = measurement = None
-    if fidelity is not None:
-        assert inputs is not None  # check_calibration says so
-        with progress("choosing") as step:
-            plan, tradeoff = surgery.plan_for_fidelity(plan, network, fidelity, calibrate=inputs, samples=samples, progress=step, **fitting)
-    elif allocated:
+    if allocated and fidelity is None:
         setting = inference.Setting(batch, None if dtype is None else getattr(torch, dtype), optimize) if measure else None
         with progress("measuring" if measure else "choosing") as step:
             found = inference.choose(plan, network, setting, budget, calibrate=inputs, samples=samples, progress=step)
@@ -136,10 +134,14 @@ def convert(
     storage.check_space(folder, _bytes(skeleton.model, plan, dtype))
     before = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
     with progress("converting") as step:
-        report = surgery.apply(plan, network, calibrate=inputs, samples=samples, progress=step, **fitting)
+        given = {"calibrate": inputs, "samples": samples, "progress": step, **fitting}
+        if fidelity is None:
+            report = replace(surgery.apply(plan, network, **given), tradeoff=tradeoff, measurement=measurement)
+        else:
+            report = surgery.convert_to_fidelity(plan, network, fidelity, **given)
+            tradeoff = report.tradeoff
     if not is_first():
         return
-    report = replace(report, tradeoff=tradeoff, measurement=measurement)
     accuracy, changes = None, []
     if data is not None and before is not None:
         after = evaluation.evaluate(network, data, batch_size=batch_size, device=target)

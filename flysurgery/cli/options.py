@@ -78,7 +78,7 @@ Convs = Annotated[bool, option(LAYERS, "--convs", "Replace 1x1 convolutions of t
 # By what.
 FAMILIES = "monarch, gonon, lowrank, dyadic, kaleidoscope, block or deformable"
 Arch = Annotated[Family, option(ARCHITECTURES, "--arch", f"{FAMILIES}.", "FAMILY")]
-CHOOSABLE_HELP = f"{FAMILIES}; by default monarch, or a choice for each layer by --budget or --measure."
+CHOOSABLE_HELP = f"{FAMILIES}; by default monarch, or a choice for each layer by --budget, --fidelity or --measure."
 ChoosableArch = Annotated[Family | None, option(ARCHITECTURES, "--arch", CHOOSABLE_HELP, "FAMILY")]
 Nblocks = Annotated[int, option(ARCHITECTURES, "--nblocks", "Blocks of a factor, for monarch, block and deformable.", "N", 1)]
 Rank = Annotated[int | None, option(ARCHITECTURES, "--rank", "Rank of low-rank architectures.", "N", 1)]
@@ -92,7 +92,7 @@ Init = Annotated[Literal["projection", "random"], option(ARCHITECTURES, "--init"
 # A choice for each layer.
 BUDGET_HELP = "Share of the selected layers' weights to keep (with --measure: of their time); each layer gets what suits all of them best."
 Budget = Annotated[float | None, option(CHOICE, "--budget", BUDGET_HELP, "SHARE")]
-FIDELITY_HELP = "Keep as few weights as reach this cosine with the dense model, by five conversions; needs --calibrate."
+FIDELITY_HELP = "Keep as few weights as reach this cosine with the dense model, of five copies that are converted; needs --calibrate."
 Fidelity = Annotated[float | None, option(CHOICE, "--fidelity", FIDELITY_HELP, "COSINE")]
 MEASURE_HELP = "Time the layers here, in --dtype; each gets the most accurate of what is faster than dense."
 Measure = Annotated[bool, option(CHOICE, "--measure", MEASURE_HELP)]
@@ -174,6 +174,7 @@ def choices_of(texts: list[str] | None) -> dict[str, str]:
         expression, equals, choice = text.rpartition("=")
         if not (equals and expression):
             raise OptionError(f"--per-layer takes REGEX=CHOICE, as in 'qkv.v$=dense', got {text!r}")
+        found.pop(expression, None)  # the last one counts, so it stands last
         found[expression] = choice
     return found
 

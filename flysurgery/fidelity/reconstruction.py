@@ -122,7 +122,7 @@ def reconstruct(
                 torch.manual_seed(settings.seed + APART * processes.rank)
                 step.capture()
                 updates = processes.agreed(_affordable(step, settings, perf_counter() - started, device))
-                step.expect(updates)
+                step.expect(updates * settings.batch * processes.count)
                 looks = moments(updates, LOOKS)
                 for done in range(1, updates + 1):
                     # a machine that becomes slower still ends in time

@@ -42,7 +42,7 @@ class Step(contextlib.AbstractContextManager["Step"]):
         self._teacher = teacher if self._half is None else HalfCopy(teacher).model
         self._precision: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self._pictures, self._source = pictures, Source(pictures, settings.batch, self._device)
-        self._highest, self._average, self._batch = rate, average, settings.batch
+        self._highest, self._average = rate, average
         self._rate, self._varied = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
         self._optimizer = Muon([{**group, "lr": self._rate} for group in parameter_groups(student)])
         used = [cut for cut in cuts if cut.kind != "other"]
@@ -61,9 +61,9 @@ class Step(contextlib.AbstractContextManager["Step"]):
         self._theirs.__exit__(None, None, None)
         self._graph = None
 
-    def expect(self, updates: int) -> None:
-        """Set how much the views of a picture differ, by how often this process will see it in so many updates."""
-        self._varied.fill_(variety(updates * self._batch / len(self._pictures)))
+    def expect(self, views: int) -> None:
+        """Set how much the views of a picture differ, by how many views of all pictures there will be."""
+        self._varied.fill_(variety(views / len(self._pictures)))
 
     def update(self, share: float, taught: float = 0.0) -> None:
         """Make one update at this share of the highest rate, with this share of the entries between blocks taken from the teacher."""

@@ -49,7 +49,10 @@ class Stream(AbstractContextManager["Stream"]):
         tensor, other = self._keep(number, output if isinstance(output, tuple | list) else (output,))
         if other is None:
             return None
-        return other if tensor is output else type(output)(other if each is tensor else each for each in output)
+        if tensor is output:
+            return other
+        parts = [other if each is tensor else each for each in output]
+        return output._make(parts) if hasattr(output, "_make") else type(output)(parts)
 
     def _before(self, number: int, given: Sequence[object]) -> None:
         self._keep(number, given)  # others may read it too, so nothing takes its place

@@ -20,8 +20,8 @@ SATURATION, CONTRAST, BRIGHTNESS, TINT = 0.6, 0.3, 0.3, 0.2
 """The most by which a variety of 1 changes colours: factors of 1 ± the first two, and shifts of ± the others in standard deviations."""
 
 OFTEN = 1000
-"""Views of one picture from which a variety of 1 is best. In the trials with a quarter of the photographs, 1184 views of each, the class
-token gains .003 and the patch tokens gain .003."""
+"""Views of one picture from which the variety is 1. In a pair of trials with a quarter of the photographs, some 1180 views of each, a
+variety of 1 gains .003 of the class token and of the patch tokens over 0. Nothing between was tried."""
 
 RATIO = 4 / 3
 """The largest ratio of a crop's sides."""

@@ -20,7 +20,7 @@ from flysurgery.surgery import (
     apply,
     check_budget,
     check_calibration,
-    plan_for_fidelity,
+    convert_to_fidelity,
     sample_shape,
 )
 from flysurgery.surgery import plan as make_plan
@@ -47,9 +47,9 @@ def convert(
     """Plan and apply in one call. ``options`` are those of ``plan``, the named arguments those of ``apply``. Raises what they raise.
 
     ``arch`` is "monarch" by default. With a ``budget``, ``allocate`` chooses the architecture of each layer, and ``arch`` and its options
-    must not be given. With a ``fidelity``, ``plan_for_fidelity`` finds the budget. ``measure`` times all choices where the model is: True,
-    or a ``Setting`` with batch and dtype. Then each layer gets the most accurate of what is faster than dense, or the ``budget`` bounds
-    milliseconds; see ``choose_measured``.
+    must not be given. With a ``fidelity``, ``convert_to_fidelity`` finds the budget. ``measure`` times all choices where the model is:
+    True, or a ``Setting`` with batch and dtype. Then each layer gets the most accurate of what is faster than dense, or the ``budget``
+    bounds milliseconds; see ``choose_measured``.
     """
     setting = Setting() if measure is True else measure or None
     tradeoff = measurement = None
@@ -65,9 +65,8 @@ def convert(
             calibrate = samples_of(calibrate, count=samples, shape=sample_shape(plan))
         given = {"calibrate": calibrate, "samples": samples, "progress": progress}
         if fidelity is not None:
-            plan, tradeoff = plan_for_fidelity(plan, model, fidelity, **given, **fitting)
-        else:
-            plan, tradeoff, measurement = choose(plan, model, setting, budget, **given)
+            return convert_to_fidelity(plan, model, fidelity, verify=verify, **given, **fitting)
+        plan, tradeoff, measurement = choose(plan, model, setting, budget, **given)
     report = apply(plan, model, calibrate=calibrate, samples=samples, progress=progress, verify=verify, **fitting)
     return replace(report, tradeoff=tradeoff, measurement=measurement)
 

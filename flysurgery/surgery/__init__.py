@@ -21,7 +21,7 @@ from flysurgery.surgery.choices import Measurement as Measurement
 from flysurgery.surgery.choices import TimedChoice as TimedChoice
 from flysurgery.surgery.choices import TimedGroup as TimedGroup
 from flysurgery.surgery.choices import Tradeoff as Tradeoff
-from flysurgery.surgery.goal import plan_for_fidelity as plan_for_fidelity
+from flysurgery.surgery.goal import convert_to_fidelity as convert_to_fidelity
 from flysurgery.surgery.plan import ExampleInput as ExampleInput
 from flysurgery.surgery.plan import LayerPlan as LayerPlan
 from flysurgery.surgery.plan import Part as Part

@@ -106,11 +106,11 @@ class Rules:
 
 def _rule_of(choice: str) -> Rule:
     """The rule of a text: "dense", or a family, with its ``nblocks`` or ``rank`` behind a colon."""
-    family, _, number = choice.partition(":")
+    family, colon, number = choice.partition(":")
     if choice == "dense":
         return Dense()
     takes_number = family == "lowrank" or family in OF_BLOCKS
-    if family not in ARCHITECTURES or (number and not (takes_number and number.isdecimal())):
+    if family not in ARCHITECTURES or (colon and not (takes_number and number.isdecimal())):
         raise OptionError(f"per_layer: expected dense, or a family such as gonon, monarch:8 or lowrank:64, got {choice!r}")
     if not number:
         return Rule(family)
@@ -233,10 +233,11 @@ def _parts(target: Target, rules: Rules) -> tuple[Part, ...] | Reason:
             for each, choice in zip(slices, choices, strict=True)
         )
     reasons = [choice for choice in choices if isinstance(choice, Reason)]
-    whole = rules.of(target).choose(target.out_features, target.in_features)
+    rule_of_whole = rules.of(target)
+    whole = rule_of_whole.choose(target.out_features, target.in_features)
     if isinstance(whole, Reason):
         return reasons[0] if reasons else whole
-    if all(rule is rules.usual for rule in applied):
+    if all(rule is rule_of_whole for rule in applied):
         return (Part(None, 0, target.out_features, whole),)
     return reasons[0]  # what is said of parts goes before the whole
 

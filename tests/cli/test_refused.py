@@ -74,6 +74,7 @@ OPTIONS: list[tuple[tuple[object, ...], int, tuple[str, ...]]] = [
     (("--plot", "p.png"), 2, ("--budget, --fidelity or --measure",)),
     (("--per-layer", "qkv"), 2, ("--per-layer takes REGEX=CHOICE, as in 'qkv.v$=dense', got 'qkv'",)),
     (("--per-layer", "nothing=dense"), 2, ("'nothing' matches no selected layer",)),
+    (("--fidelity", 0.9, "--calibrate", "digits", "--dry-run"), 2, ("--dry-run", "leave one out")),
     (("--fidelity", 0.9), 2, ("fidelity needs data to calibrate with", "--calibrate")),
     (("--fidelity", 0.9, "--calibrate", "digits", "--budget", 0.4), 2, ("leave budget and measure out",)),
     (("--budget", 0.4, "--nblocks", 8), 2, ("so nblocks cannot",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -90,6 +91,13 @@ class Chain(nn.Module):
         return self.head(x)
 
 
+class Pair(NamedTuple):
+    """What some modules give."""
+
+    number: int
+    tensor: Tensor
+
+
 class Tuple(nn.Module):
     """Gives what another module gives, and something else."""
 
@@ -97,15 +105,15 @@ class Tuple(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, x: Tensor) -> tuple[int, Tensor]:
-        return 3, self.module(x)
+    def forward(self, x: Tensor) -> Pair:
+        return Pair(3, self.module(x))
 
 
 class First(nn.Module):
     """Gives the tensor of a pair."""
 
-    def forward(self, pair: tuple[int, Tensor]) -> Tensor:
-        return pair[1]
+    def forward(self, pair: Pair) -> Tensor:
+        return pair.tensor
 
 
 CUTS = (Cut("stem", "output", (2, 4), "start"), Cut("two", "input", (2, 4), "block"), Cut("head", "input", (2, 4), "block"))

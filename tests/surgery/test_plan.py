@@ -230,6 +230,8 @@ def test_layers_and_parts_get_the_architectures_that_are_named_for_them(vit: nn.
     kept = made["blocks.1.mlp.fc1"]
     assert not kept.is_replaced and kept.reason is not None and "per_layer keeps it dense" in kept.reason.text
     assert not layers(plan(vit, per_layer={r"blocks\.0\.attn\.qkv": "dense"}))["blocks.0.attn.qkv"].is_replaced
+    whole = layers(plan(vit, per_layer={"qkv": "lowrank:40"}))["blocks.0.attn.qkv"].parts  # which has no gain for parts
+    assert [(part.name, part.architecture) for part in whole] == [(None, low_rank(192, 64, 40))]
 
 
 @pytest.mark.parametrize(
@@ -241,6 +243,7 @@ def test_layers_and_parts_get_the_architectures_that_are_named_for_them(vit: nn.
         ({"mlp": "monarchs"}, OptionError, "expected dense, or a family such as gonon, monarch:8 or lowrank:64, got 'monarchs'"),
         ({"mlp": "gonon:8"}, OptionError, "got 'gonon:8'"),
         ({"mlp": "monarch:-8"}, OptionError, "got 'monarch:-8'"),
+        ({"mlp": "monarch:"}, OptionError, "got 'monarch:'"),
     ],
 )
 def test_wrong_choices_for_layers_are_one_sentence(vit: nn.Module, per_layer: dict[str, str], error: type[Exception], message: str) -> None:
