@@ -51,8 +51,8 @@ class Stream(AbstractContextManager["Stream"]):
             return None
         if tensor is output:
             return other
-        parts = [other if each is tensor else each for each in output]
-        return output._make(parts) if hasattr(output, "_make") else type(output)(parts)
+        made = getattr(output, "_make", type(output))  # of a named tuple, a tuple or a list
+        return made([other if each is tensor else each for each in output])
 
     def _before(self, number: int, given: Sequence[object]) -> None:
         self._keep(number, given)  # others may read it too, so nothing takes its place
