@@ -71,7 +71,7 @@ class Rule:
         return found
 
 
-class Dense(Rule):
+class KeepDense(Rule):
     """Keeps what it is asked about dense."""
 
     def choose(self, out_features: int, in_features: int) -> Reason:
@@ -108,7 +108,7 @@ def _rule_of(choice: str) -> Rule:
     """The rule of a text: "dense", or a family, with its ``nblocks`` or ``rank`` behind a colon."""
     family, colon, number = choice.partition(":")
     if choice == "dense":
-        return Dense()
+        return KeepDense()
     takes_number = family == "lowrank" or family in OF_BLOCKS
     if family not in ARCHITECTURES or (colon and not (takes_number and number.isdecimal())):
         raise OptionError(f"per_layer: expected dense, or a family such as gonon, monarch:8 or lowrank:64, got {choice!r}")
