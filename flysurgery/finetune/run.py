@@ -20,7 +20,7 @@ from flysurgery.finetune.measure import Judge
 from flysurgery.finetune.settings import Settings
 from flysurgery.finetune.state import Log, States
 from flysurgery.finetune.step import optimizer_of
-from flysurgery.finetune.teacher import Teacher
+from flysurgery.finetune.teacher import Teacher, fused_dtype
 from flysurgery.surgery import plan_of
 
 
@@ -104,7 +104,7 @@ def train(
             states.clear()
         accelerator.wait_for_everyone()
         states.check_new()
-    judge = None if teacher is None else Teacher(teacher.to(accelerator.device), model, settings)
+    judge = None if teacher is None else Teacher(teacher.to(accelerator.device), model, settings, fused_dtype(settings, accelerator))
     log: Log | None = None
     try:
         batches = data.open(here)

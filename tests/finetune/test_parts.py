@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from flysurgery.errors import DataError, FlysurgeryError, OptionError, TrainingE
 from flysurgery.finetune import Settings
 from flysurgery.finetune.devices import accelerator_for
 from flysurgery.finetune.step import features_loss, logits_loss, parameter_groups
-from flysurgery.finetune.teacher import Teacher
+from flysurgery.finetune.teacher import Teacher, fused_dtype
+from flysurgery.surgery import is_optimized
 from tests.finetune.conftest import built
 
 Make = Callable[..., nn.Module]
@@ -131,3 +134,32 @@ def test_settings_that_are_left_open() -> None:
     shared = Settings().completed(teacher=True, sharded=True)
     assert (shared.optimizer, shared.minutes, shared.epochs, shared.learning_rate) == ("adamw", None, 10, 3e-4)
     assert Settings(densify_after=1).completed(teacher=True, labelled=False).optimizer == "adamw"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_teacher_runs_fused_and_gives_the_same() -> None:
+    changes = {"img_size": 32, "embed_dim": 384, "num_heads": 6}
+    dense = built(**changes).cuda()
+    student, images = copy.deepcopy(dense), torch.randn(64, 1, 32, 32, device="cuda")
+    exact, fused = Teacher(dense, student, Settings()), Teacher(dense, student, Settings(), torch.bfloat16)
+    assert fused._fast is not None and is_optimized(fused._fast) and not is_optimized(dense)
+    with torch.autocast("cuda", torch.bfloat16):
+        outputs = [teacher(images).float() for teacher in (exact, fused)]
+    pairs = [(outputs[1], outputs[0]), *((fused._stream.values[number], each) for number, each in exact._stream.values.items())]
+    for given, wanted in pairs:
+        assert (given.float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "minutes", "expected"),
+    [
+        ("cuda", "bf16", None, torch.bfloat16),
+        ("cuda", "no", 10.0, torch.float32),
+        ("cuda", "fp16", None, None),
+        ("cuda", "bf16", 1.0, None),
+        ("cpu", "no", None, None),
+    ],
+)
+def test_when_the_teacher_runs_fused(device: str, precision: str, minutes: float | None, expected: torch.dtype | None) -> None:
+    accelerator: Any = SimpleNamespace(device=torch.device(device), mixed_precision=precision)
+    assert fused_dtype(Settings(minutes=minutes), accelerator) is expected
