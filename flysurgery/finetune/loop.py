@@ -68,7 +68,7 @@ class Notes:
 class Loop:
     """One run; ``started`` is when its budget began. After ``go``, ``notes`` and ``speed`` say how it went.
 
-    ``images`` counts those of one update.
+    ``images`` counts those of one update; ``fuses`` lets fused modules train where they are faster.
     """
 
     accelerator: Accelerator
@@ -81,6 +81,7 @@ class Loop:
     log: Log
     progress: Progress | None
     started: float
+    fuses: bool
 
     def __post_init__(self) -> None:
         accumulation = self.settings.accumulation
@@ -145,7 +146,15 @@ class Loop:
 
     def _stepper(self, model: nn.Module) -> Stepper:
         classes, labelled = self.data.num_classes, self.data.labelled
-        return Stepper(model, self.settings, self.accelerator, num_classes=classes, teacher=self.teacher, labelled=labelled)
+        return Stepper(
+            model,
+            self.settings,
+            self.accelerator,
+            num_classes=classes,
+            teacher=self.teacher,
+            labelled=labelled,
+            fuses=self.fuses,
+        )
 
     def _begin(self, stepper: Stepper) -> None:
         """Look at the start, and find from it how fast to learn and, with a budget, for how many updates."""

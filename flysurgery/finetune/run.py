@@ -104,7 +104,9 @@ def train(
             states.clear()
         accelerator.wait_for_everyone()
         states.check_new()
-    judge = None if teacher is None else Teacher(teacher.to(accelerator.device), model, settings, fused_dtype(settings, accelerator))
+    fuses = accelerator.device.type == "cuda" and settings.pays_fusing(data.samples)
+    dtype = fused_dtype(accelerator) if fuses else None
+    judge = None if teacher is None else Teacher(teacher.to(accelerator.device), model, settings, dtype)
     log: Log | None = None
     try:
         batches = data.open(here)
@@ -115,7 +117,7 @@ def train(
             folder.mkdir(parents=True, exist_ok=True)
         accelerator.wait_for_everyone()
         log = Log(folder, accelerator, begun, asdict(settings))
-        loop = Loop(accelerator, settings, data, batches, judge, looks, states, log, progress, started)
+        loop = Loop(accelerator, settings, data, batches, judge, looks, states, log, progress, started, fuses)
         whole = loop.go(model, begun, noted)
     finally:
         if judge is not None:

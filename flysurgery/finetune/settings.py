@@ -11,6 +11,7 @@ from flysurgery.errors import OptionError
 
 MUON = "muon"
 BATCH, EPOCHS, MINUTES = 64, 10, 10.0
+FUSED_FROM_MINUTES, FUSED_FROM_IMAGES = 3.0, 500_000
 """The defaults; minutes where there are no labels."""
 
 OF_TIMM: dict[str, Any] = {"learning_rate": 3e-4, "factor_rate": "fan-in", "weight_decay": 0.05, "warm_up": 0.1, "clip": 1.0}
@@ -123,6 +124,12 @@ class Settings:
             raise OptionError(f"muon cannot be used with {what}; give the optimizer adamw")
         if not teacher and self.learning_rate is None:
             raise OptionError("muon takes its rate from the distance to a teacher, and there is none; give a teacher or a learning rate")
+
+    def pays_fusing(self, samples: int) -> bool:
+        """Say whether a run on so many images is long enough for ``optimize``, which takes a fifth to a third of a minute."""
+        if self.minutes is not None:
+            return self.minutes >= FUSED_FROM_MINUTES
+        return (self.epochs or EPOCHS) * samples >= FUSED_FROM_IMAGES
 
     @property
     def mixes(self) -> bool:

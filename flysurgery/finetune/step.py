@@ -17,12 +17,14 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flysurgery.errors import OptionError
+from flysurgery.errors import InferenceError, OptionError, WalkError
 from flysurgery.fidelity import Copied, Muon, relative_error
 from flysurgery.fidelity import parameter_groups as groups_of_muon
+from flysurgery.finetune.captured import Captured
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import MUON, Settings
 from flysurgery.finetune.teacher import Teacher, as_tensor
+from flysurgery.inference import optimize, restore
 from flysurgery.layers import ButterflyLinear
 
 if TYPE_CHECKING:
@@ -63,7 +65,9 @@ def features_loss(
 class Stepper:
     """A model with its optimizer and schedule, as accelerate prepared them, and what its outputs are held against.
 
-    Without ``labelled`` the classes of the images mean nothing. ``plan`` comes before the first update.
+    Without ``labelled`` the classes of the images mean nothing. On CUDA updates are replayed as one graph, where one process trains alone,
+    in bfloat16 or float32, and the optimizer allows it. Then ``fuses`` puts fused modules into the model until ``close``, where they are
+    faster. ``plan`` comes before the first update.
     """
 
     def __init__(
@@ -75,10 +79,15 @@ class Stepper:
         num_classes: int,
         teacher: Teacher | None,
         labelled: bool = True,
+        fuses: bool = False,
     ) -> None:
         self._settings, self._accelerator, self._teacher, self._labelled = settings, accelerator, teacher, labelled
         self._own_forward = "forward" in vars(model)
-        self._optimizer = optimizer_of(model, settings, on_cuda=accelerator.device.type == "cuda")
+        on_cuda = accelerator.device.type == "cuda"
+        self._optimizer = optimizer_of(model, settings, on_cuda=on_cuda)
+        alone = on_cuda and accelerator.num_processes == 1 and accelerator.scaler is None
+        captures = alone and _can_be_captured(self._optimizer)
+        self._is_fused = captures and fuses and _fused(model, accelerator)
         self._schedule: CosineLRScheduler | None = None
         self._pull = None if teacher is None else teacher.pull(model)
         if self._pull is not None:
@@ -88,6 +97,8 @@ class Stepper:
         if settings.mixes:
             self._mixup = Mixup(settings.mixup, settings.cutmix, label_smoothing=settings.smoothing, num_classes=max(1, num_classes))
         self._class_loss = class_loss(settings)
+        self._rates = [torch.zeros((), device=accelerator.device) for _ in self._optimizer.param_groups] if captures else []
+        self._update = Captured(self._once, [*model.parameters(), *model.buffers()]) if captures else self._once
 
     def plan(self, updates: int, rate: float) -> None:
         """Set the schedule: up in a line to ``rate``, then down in a cosine until ``updates`` are done."""
@@ -109,6 +120,8 @@ class Stepper:
         finally:
             before.put_back()
             self.optimizer.load_state_dict(optimizer)
+            if isinstance(self._update, Captured):
+                self._update.forget()
 
     @property
     def bare(self) -> nn.Module:
@@ -119,7 +132,7 @@ class Stepper:
     def learning_rate(self) -> float:
         """The rate of parameters whose own factor is 1."""
         group = self.optimizer.param_groups[0]
-        return group["lr"] / group.get("lr_scale", 1.0)
+        return float(group["lr"]) / group.get("lr_scale", 1.0)
 
     def update(self, batches: Iterator[tuple[Tensor, Tensor]], number: int) -> Tensor:  # shape: (5,)
         """Make update ``number``, and give the losses of this process: all, classes, output, blocks.
@@ -127,24 +140,33 @@ class Stepper:
         The last number is 1 if the loss or the gradient was no finite number, else 0. Nothing is read from the device, so that the
         host does not wait for it.
         """
-        settings, accelerator = self._settings, self._accelerator
         if not self.model.training:
             self.model.train()
         if self._schedule is not None:
             self._schedule.step_update(number + 1)
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate.fill_(group["lr"])
+        parts = [next(batches) for _ in range(self._settings.accumulation)]
+        seed_everything(self._settings.seed, UPDATES, number, self._accelerator.process_index)
+        if self._mixup is not None:
+            parts = [self._mixup(*part) for part in parts]
+        return self._update(*(tensor for part in parts for tensor in part))
+
+    def _once(self, *batch: Tensor) -> Tensor:  # shape: (5,)
+        """Make an update from images and targets, in turns, at the rates of now."""
+        settings, accelerator = self._settings, self._accelerator
         self.optimizer.zero_grad()
         sums = torch.zeros(4, device=accelerator.device)
-        for part in range(settings.accumulation):
-            images, classes = next(batches)
-            seed_everything(settings.seed, UPDATES, number, part, accelerator.process_index)
-            is_last = part == settings.accumulation - 1
+        parts = list(zip(batch[::2], batch[1::2], strict=True))
+        for part, (images, target) in enumerate(parts):
+            is_last = part == len(parts) - 1
             with nullcontext() if is_last else accelerator.no_sync(self.model):
-                total, of_classes, of_output = self._losses(images, classes)
-                weight = self._weigh(settings.accumulation)
-                accelerator.backward(total / settings.accumulation)
+                total, of_classes, of_output = self._losses(images, target)
+                weight = self._weigh(len(parts))
+                accelerator.backward(total / len(parts))
             blocks = total.new_zeros(()) if self._pull is None else self._pull.error()
             found = torch.stack([total + weight * blocks, of_classes, of_output, blocks])
-            sums += found.detach().float() / settings.accumulation
+            sums += found.detach().float() / len(parts)
         norm: Any = accelerator.clip_grad_norm_(self.model.parameters(), settings.clip or math.inf)
         self.optimizer.step()
         bad = ~torch.isfinite(sums[0])
@@ -161,6 +183,8 @@ class Stepper:
         if not self._own_forward:
             # with mixed precision accelerate leaves a forward on the instance, which copies and exports would carry along
             vars(model).pop("forward", None)
+        if self._is_fused:
+            restore(model)
         self._accelerator.free_memory()
         return model
 
@@ -174,11 +198,8 @@ class Stepper:
         self._pull.weight = scaled / parts
         return weight
 
-    def _losses(self, images: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _losses(self, images: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Give means over the images: the loss to learn from, without the blocks' errors, and its parts of classes and output."""
-        target = classes
-        if self._mixup is not None:
-            images, target = self._mixup(images, classes)
         teacher, wanted = self._teacher, None
         if teacher is not None:  # before the student, whose blocks are compared with the teacher's as they come
             with self._accelerator.autocast():
@@ -206,10 +227,26 @@ def optimizer_of(model: nn.Module, settings: Settings, *, on_cuda: bool = False)
         return Muon(groups_of_muon(model), 0.0)
     try:
         takes = inspect.signature(get_optimizer_class(name, bind_defaults=False)).parameters if on_cuda else ()
-        options: dict[str, Any] = {"fused": True} if "fused" in takes else {}  # PyTorch's own step in few launches
+        # PyTorch's own step in few launches, which a CUDA graph may hold
+        options: dict[str, Any] = {name: True for name in ("fused", "capturable") if name in takes}
         return create_optimizer_v2(parameter_groups(model, settings), name, lr=1.0, weight_decay=settings.weight_decay or 0.0, **options)
     except (ValueError, KeyError, AssertionError) as error:
         raise OptionError(f"there is no optimizer '{name}'; muon is one, and timm has others, such as adamw, lamb and sgd") from error
+
+
+def _fused(model: nn.Module, accelerator: Accelerator) -> bool:
+    """Put fused modules into a model that trains under the run's autocast; gives whether there are any."""
+    model.eval()
+    try:
+        with accelerator.autocast():
+            return bool(optimize(model, training="captured").fused)
+    except (InferenceError, WalkError):  # a model that is optimized already, or cannot be traced
+        return False
+
+
+def _can_be_captured(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether a CUDA graph may hold the optimizer's step."""
+    return isinstance(optimizer, Muon) or bool(optimizer.defaults.get("capturable"))
 
 
 def parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:

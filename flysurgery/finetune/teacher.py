@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 SCORES_WEIGHT = 0.5
 """The weight of the teacher's scores, beside the classes' loss and the blocks' errors."""
 
-FUSED_FROM = 3.0
-"""Minutes from which the teacher's forward is fused. This takes some ten seconds, and then about 1.7 ms less of an update of 26 ms (a
-DINOv2 ViT-S/14, batch 64, one H200)."""
-
 EXACT = 1e-4
 """Up to this error, what comes before the first block counts as the teacher's own, and does not learn."""
 
@@ -74,13 +70,11 @@ class Teacher:
         self._open.close()
 
 
-def fused_dtype(settings: Settings, accelerator: Accelerator) -> torch.dtype | None:
-    """Choose the dtype of the teacher's fused copy; None where its own modules run.
+def fused_dtype(accelerator: Accelerator) -> torch.dtype | None:
+    """Choose the dtype of the teacher's fused copy, that of the run; None for float16.
 
-    Fusing pays on CUDA in a run of some minutes. In float16 the stream between the blocks, which autocast keeps in float32, may overflow.
+    There the stream between the blocks, which autocast keeps in float32, may overflow.
     """
-    if accelerator.device.type != "cuda" or (settings.minutes is not None and settings.minutes < FUSED_FROM):
-        return None
     return {"no": torch.float32, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
 
 

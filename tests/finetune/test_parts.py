@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from flysurgery.errors import DataError, FlysurgeryError, OptionError, TrainingE
 from flysurgery.finetune import Settings
 from flysurgery.finetune.devices import accelerator_for
 from flysurgery.finetune.step import features_loss, logits_loss, parameter_groups
-from flysurgery.finetune.teacher import Teacher, fused_dtype
+from flysurgery.finetune.teacher import Teacher
 from flysurgery.surgery import is_optimized
 from tests.finetune.conftest import built
 
@@ -150,16 +149,6 @@ def test_on_a_gpu_the_teacher_runs_fused_and_gives_the_same() -> None:
         assert (given.float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
 
 
-@pytest.mark.parametrize(
-    ("device", "precision", "minutes", "expected"),
-    [
-        ("cuda", "bf16", None, torch.bfloat16),
-        ("cuda", "no", 10.0, torch.float32),
-        ("cuda", "fp16", None, None),
-        ("cuda", "bf16", 1.0, None),
-        ("cpu", "no", None, None),
-    ],
-)
-def test_when_the_teacher_runs_fused(device: str, precision: str, minutes: float | None, expected: torch.dtype | None) -> None:
-    accelerator: Any = SimpleNamespace(device=torch.device(device), mixed_precision=precision)
-    assert fused_dtype(Settings(minutes=minutes), accelerator) is expected
+@pytest.mark.parametrize(("changes", "expected"), [({"minutes": 2.9}, False), ({"minutes": 3}, True), ({}, False), ({"epochs": 50}, True)])
+def test_which_runs_are_long_enough_for_fused_modules(changes: dict, expected: bool) -> None:
+    assert Settings(**changes).pays_fusing(10_000) is expected
