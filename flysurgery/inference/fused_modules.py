@@ -126,7 +126,7 @@ class LayerNormStep(Step):
         return ops.LayerNorm(norm_of(self.norm, self.eps))
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
-        return self.norm(x)
+        return self.norm.forward(x)  # its hooks are run by what replaces it
 
 
 class LinearResidualStep(Step):
@@ -257,7 +257,7 @@ class PatchesStep(Step):
         return operation.wrong_sizes(x) or _as_image(operation.by_product(x), x, operation)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
-        return self.convolution(x)
+        return self.convolution.forward(x)  # likewise
 
 
 class EmbeddingStep(Step):

@@ -69,5 +69,5 @@ def rehearsed(model: nn.Module) -> Iterator[None]:
             module._parameters[name] = each
         with torch.no_grad():
             for buffer, value in before:
-                if not torch.equal(buffer, value):
+                if not buffer.is_meta and not torch.equal(buffer, value):
                     buffer.copy_(value)

@@ -156,6 +156,18 @@ def test_hooks_set_later_and_training_mode_get_the_own_modules(called: list[str]
     assert called == whole
 
 
+@pytest.mark.parametrize("name", ["norm", "patch_embed.proj"])
+def test_a_hook_on_a_module_that_is_fused_alone_runs_once_in_a_call(called: list[str], name: str) -> None:
+    model, runs = small(), []
+    x = images(model)
+    flysurgery.optimize(model)
+    model.get_submodule(name).register_forward_hook(lambda *_: runs.append(name))
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(x)
+    assert len(runs) == 2
+
+
 def test_parts_and_wholes_know_of_each_other(called: list[str]) -> None:
     model = small()
     x = torch.randn(2, 17, 48)
