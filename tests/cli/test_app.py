@@ -200,9 +200,9 @@ def test_tables_keep_to_the_width_and_lose_nothing(
     [
         ("inspect", *TINY),
         ("doctor",),
-        ("convert", *RANDOM, "--budget", 0.4, "--calibrate", "digits", "--samples", 12, "--permute"),
+        ("convert", *RANDOM, "--budget", 0.4, "--dry-run"),
     ],
-    ids=lambda command: " ".join(map(str, command)),
+    ids=lambda command: command[0],
 )
 def test_without_a_terminal_tables_have_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[object, ...]) -> None:
     monkeypatch.delenv("COLUMNS")

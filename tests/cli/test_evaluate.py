@@ -28,21 +28,6 @@ def test_evaluate_prints_what_the_library_measures(run: Run, document: Document,
     assert table[1].split()[1:4] == [f"{expected['top1']:.2%}", f"{expected['top5']:.2%}", str(expected["samples"])]
 
 
-def test_convert_measures_before_and_after(run: Run) -> None:
-    dense = tiny_model()
-    before = evaluate(dense, load_data("digits", dense))
-    lines = run("convert", *RANDOM, "--evaluate", "digits", "--out", "a").out.splitlines()
-    after = evaluate(load("a"), load_data("digits", dense))
-    stored = json.loads(Path("a/report.json").read_text())["accuracy"]
-    for when, accuracy in (("before", before), ("after", after)):
-        assert {key: stored[when][key] for key in KEYS} == {key: getattr(accuracy, key) for key in KEYS}
-    top1 = f"top-1 {before.top1:.2%} before, {after.top1:.2%} after"
-    assert f"- Accuracy on digits: {top1}, of 599 samples" in Path("a/README.md").read_text()
-    row = next(line for line in lines if line.startswith("top-1 accuracy, 599 samples"))
-    change = 100 * (after.top1 - before.top1)
-    assert row.split()[4:] == [f"{before.top1:.2%}", f"{after.top1:.2%}", f"{change:+.2f}", "points"]
-
-
 def test_data_with_other_classes_than_the_model_are_refused_before_the_conversion(refused: Refused, tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         (tmp_path / "animals" / name).mkdir(parents=True)
@@ -58,17 +43,14 @@ def test_against_prints_what_the_library_measures(run: Run, document: Document, 
     assert (found["model"], found["against"], found["data"]) == (str(converted), TINY_BASE, str(images))
     assert found["samples"] == 12 and found["output_cosine"] == pytest.approx(expected.output_cosine, abs=1e-6)
     assert dict(found["blocks"]) == pytest.approx(dict(expected.blocks), abs=1e-5)
+    itself = document("evaluate", converted, "--against", converted, "--data", images, "--samples", 4, "--batch-size", 3)
+    assert itself["samples"] == 4 and itself["relative_error"] == 0 and itself["agreement"] == 1
     (images / "00.png").write_text("broken")
     outcome = run("evaluate", converted, *DENSE, "--data", images)
     assert outcome.err == f"flysurgery: 1 images in {images} cannot be read and are left out: 00.png\n"
     lines = [line.split() for line in outcome.out.splitlines()]
     assert lines[0] == ["fidelity", "value"] and lines[1][:2] == ["output", "cosine"] and ["samples", "11"] in lines
     assert lines[-1][:4] == ["error", "after", "each", "block:"] and len(lines[-1]) == 4 + len(expected.blocks)
-
-
-def test_a_model_against_itself_and_fewer_samples(document: Document, converted: Path, images: Path) -> None:
-    found = document("evaluate", converted, "--against", converted, "--data", images, "--samples", 4, "--batch-size", 3)
-    assert found["samples"] == 4 and found["relative_error"] == 0 and found["agreement"] == 1
 
 
 def test_bad_input_is_one_sentence(refused: Refused, converted: Path, images: Path) -> None:

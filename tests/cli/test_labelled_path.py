@@ -44,9 +44,11 @@ def stand_in(run: Run, tmp_path: Path) -> None:
 def test_from_weights_to_an_evaluated_folder(document: Document) -> None:
     fit = ("--calibrate", "imagenet/train", "--samples", 40, "--sequential", "--reconstruct", "--minutes", 1)
     converted = document("convert", "dense", "--arch", "monarch", *fit, "--evaluate", "imagenet/val", "--out", "fitted")
-    assert converted["accuracy"]["data"] == "imagenet/val"
-    assert {"top1", "top5", "samples"} <= converted["accuracy"]["before"].keys() & converted["accuracy"]["after"].keys()
-    assert converted["accuracy"]["after"]["samples"] == CLASSES * VAL
+    accuracy, dense = converted["accuracy"], document("evaluate", "dense", "--data", "imagenet/val")
+    assert accuracy["data"] == "imagenet/val" and accuracy["after"]["samples"] == CLASSES * VAL
+    assert [accuracy["before"][name] for name in ("top1", "top5")] == [dense[name] for name in ("top1", "top5")]
+    top1 = f"top-1 {accuracy['before']['top1']:.2%} before, {accuracy['after']['top1']:.2%} after"
+    assert f"- Accuracy on imagenet/val: {top1}, of 40 samples" in Path("fitted/README.md").read_text()
     assert converted["calibration"]["samples"] == 40 and converted["calibration"]["sequential"] is True
     assert converted["reconstruction"]["updates"] == 3
 
