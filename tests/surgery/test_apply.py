@@ -217,11 +217,9 @@ def test_arguments_of_another_kind(call: Callable[..., Any], sentence: str, vit:
         call(vit_plan, vit)
 
 
-def test_choices_in_one_call_and_every_public_name_is_there(vit: nn.Module) -> None:
+def test_every_public_name_is_there_and_times_are_measured_in_one_call(vit: nn.Module) -> None:
     with pytest.raises(PlanError, match=r"nothing is faster than dense here; .* would count as faster"):
         flysurgery.convert(vit, measure=True)  # layers so small are faster dense on any machine
-    report = flysurgery.convert(vit, budget=0.5)
-    assert isinstance(report, flysurgery.Report) and report.tradeoff is not None and report.tradeoff.chosen.share <= 0.5
     assert all(hasattr(flysurgery, name) for name in flysurgery.__all__)
 
 
