@@ -37,6 +37,8 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     "crossvit_tiny_240": ({"depth": ((1, 1, 0),)}, ((2, 2, 2, 2, 2), {"pool": 12})),
     # Where the width doubles, a linear for the shortcut.
     "hiera_tiny_224": ({"stages": (1, 1, 1, 1), "embed_dim": 24}, ((4, 4, 4, 4, 1), {"no-role": 3})),
+    # Two stages of convolutions, then 9 and 3 blocks of attention; the head has a hidden layer.
+    "caformer_s18": ({}, ((12, 12, 12, 12, 1), {"pool": 1})),
     # All convolutions but the last block; two heads.
     "efficientformer_l1": ({"depths": (1, 1, 1, 1)}, ((1, 1, 1, 1, 2), {})),
     # Each block has two linears for its position bias; a merging linear between the stages.

@@ -162,9 +162,18 @@ def by_three_and_head(y: Tensor) -> tuple[Tensor, ...]:
     return y.unflatten(-1, (3, 3, 8)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
+def by_head_and_three(y: Tensor) -> tuple[Tensor, ...]:
+    return y.unflatten(-1, (3, 3, 8)).permute(3, 0, 2, 1, 4).unbind(0)
+
+
 def backwards(y: Tensor) -> tuple[Tensor, ...]:
     v, k, q = (heads(part) for part in (y[..., 48:], y[..., 24:48], y[..., :24]))
     return v, k, q
+
+
+def mixed_query_and_key(y: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = by_three_and_head(y)
+    return q + k, k, v
 
 
 def overwritten_query(y: Tensor) -> tuple[Tensor, ...]:
@@ -193,6 +202,8 @@ THIRDS = (Slice("q", 0, 24), Slice("k", 24, 48), Slice("v", 48, 72))
     ("arrange", "rows", "expected"),
     [
         (by_three_and_head, 72, THIRDS),
+        (by_head_and_three, 72, None),
+        (mixed_query_and_key, 72, None),
         (backwards, 72, (Slice("v", 0, 24), Slice("k", 24, 48), Slice("q", 48, 72))),
         (keys_as_values, 48, (Slice("q", 0, 24), Slice("k_v", 24, 48))),
         (grouped, 40, (Slice("q", 0, 24), Slice("k", 24, 32), Slice("v", 32, 40))),
