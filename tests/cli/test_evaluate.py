@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from PIL import Image
 
 from flysurgery.checkpoint import load
 from flysurgery.evaluation import compare, evaluate, load_data
-from tests.cli.conftest import RANDOM, TINY, TINY_ARGUMENTS, TINY_BASE, Document, Refused, Run, tiny_model
+from tests.cli.conftest import RANDOM, TINY_BASE, Document, Refused, Run, tiny_model
 
 KEYS = ("top1", "top5", "samples")
 DENSE = ("--against", *RANDOM)
@@ -58,8 +57,4 @@ def test_bad_input_is_one_sentence(refused: Refused, converted: Path, images: Pa
     refused(*evaluate, "--data", images, "--samples", 4, words=("--samples goes with --against",), code=2)
     refused(*evaluate, *DENSE, "--data", images, "--optimize", words=("--optimize", "--against"), code=2)
     refused(*evaluate, *DENSE, "--data", images, "--samples", 13, words=("13 were asked for and there are 12",))
-    refused(*evaluate, *DENSE, "--data", "nowhere", words=("there is no data set 'nowhere'",))
     refused(*evaluate, "--against", "vit_tinny", "--data", images, words=("has no model 'vit_tinny'",))
-    against = ("--against", TINY[0], "--no-pretrained", "--data", images, "--model-args")
-    refused(*evaluate, *against, json.dumps({**TINY_ARGUMENTS, "img_size": 64}), words=("3x32x32", "3x64x64"))
-    refused(*evaluate, *against, json.dumps({**TINY_ARGUMENTS, "num_classes": 3}), words=("10 classes", "3;"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,9 @@ def test_from_weights_to_an_evaluated_folder(document: Document) -> None:
     )
     assert unlabelled["labelled"] is False and unlabelled["images"] == len(list(Path("photos").iterdir()))
     assert unlabelled["fidelity_after"]["relative_error"] <= unlabelled["fidelity_before"]["relative_error"]
+    columns = Path("unlabelled.training/log.csv").read_text().splitlines()[0]
+    settings = json.loads(Path("unlabelled/report.json").read_text())["finetune"]["settings"]
+    assert settings["optimizer"] == "muon" and columns.endswith("relative_error,output_cosine,token_cosine")
     assert unlabelled["after"]["samples"] == CLASSES * VAL
 
     accuracy = document("evaluate", "tuned", "--data", "imagenet/val")
