@@ -21,14 +21,16 @@ QUICK = ("--data", "digits", "--epochs", "1", "--batch-size", "256", "--cpu", "-
 
 
 def test_a_converted_folder_is_trained_and_saved_with_its_plan(run: Run, document: Document, converted: Path) -> None:
-    found = document("finetune", converted, *QUICK, "--out", "o", "--lr", "1e-3")
+    found = document("finetune", converted, *QUICK, "--out", "o", "--lr", "1e-3", "--save-every", "2", "--log-every", "1")
     before, after = load(converted), load("o")
     assert plan_of(after) == plan_of(before)
     assert not torch.equal(after.get_parameter("blocks.0.mlp.fc1.factors.0"), before.get_parameter("blocks.0.mlp.fc1.factors.0"))
     expected = evaluate(after, load_data("digits", after))
     assert (found["after"]["top1"], found["updates"], found["images"]) == (expected.top1, 4, 1024)
     report, earlier = (json.loads((Path(folder) / "report.json").read_text()) for folder in ("o", converted))
-    assert report["rows"] == earlier["rows"] and report["finetune"]["settings"]["learning_rate"] == 1e-3
+    settings = report["finetune"]["settings"]
+    assert report["rows"] == earlier["rows"]
+    assert (settings["learning_rate"], settings["save_every"], settings["log_every"]) == (1e-3, 2, 1)
     assert f"top-1 {found['before']['top1']:.2%} before, {expected.top1:.2%} after" in Path("o/README.md").read_text()
     assert Path("o.training/log.csv").read_text().startswith("update,epoch,loss,")
     done = run("finetune", converted, *QUICK, "--out", "o", "--force").out.splitlines()

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flysurgery.calibration import Pictures
+from flysurgery.calibration import Pictures, Samples
 from flysurgery.errors import SurgeryError
 from flysurgery.fidelity import Muon, Pull, Stream, parameter_groups, relative_error, views
 from flysurgery.fidelity.copies import HalfCopy, precision
-from flysurgery.fidelity.views import LEAST_AREA, OFTEN, crops, variety
+from flysurgery.fidelity.views import LEAST_AREA, OFTEN, Source, crops, variety
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import monarch
 from flysurgery.walker import Cut
@@ -62,6 +62,19 @@ def test_views_differ_more_where_pictures_are_seen_often() -> None:
     assert 0.1 < float(seen.std()) < 0.3 and float(seen.abs().max()) < 0.6
     inputs = torch.randn(5, 3, 2, 8, 8)
     assert torch.equal(views(Pictures.of_inputs(inputs), torch.tensor([4, 0]), 1.0), inputs[[4, 0]])
+
+
+def test_pictures_that_do_not_fit_come_batch_by_batch() -> None:
+    inputs = torch.arange(9.0).view(9, 1, 1, 1).expand(9, 1, 2, 2)
+    source = Source(Samples(inputs).to_view(), 4, torch.device("cpu"))
+    source._stays, source._here = False, source._taken()
+    place, seen = source._here.canvas.data_ptr(), set()
+    for _ in range(20):
+        source.advance()
+        here, chosen = source.draw()
+        assert here.canvas.data_ptr() == place and len(chosen) == 4
+        seen |= set(here.canvas[chosen].flatten().tolist())
+    assert seen == {float(number) for number in range(9) if number % 5 != 4}
 
 
 class Chain(nn.Module):

@@ -145,6 +145,21 @@ def test_two_small_batches_are_one_large_one(converted: Make) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+def test_tensorboard_gets_the_rows_of_the_log(converted: Make, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model, settings = converted(), replace(QUICK, epochs=1, tensorboard=True)
+    train(model, training_data("digits", model, settings), settings, held_out=held_out_data("digits", model), folder=tmp_path)
+    (file,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
+    events = EventAccumulator(str(file)).Reload()
+    for name in ("loss", "learning_rate", "top1"):
+        logged = [(int(row["update"]), float(row[name])) for row in rows(tmp_path) if row[name]]
+        seen = [(event.step, event.value) for event in events.Scalars(name)]
+        assert [step for step, _ in seen] == [step for step, _ in logged], name
+        assert [value for _, value in seen] == pytest.approx([value for _, value in logged], rel=1e-6)
+
+
 def test_no_finite_loss_stops_and_keeps_the_last_good_state(converted: Make, tmp_path: Path) -> None:
     model, settings = converted(), replace(QUICK, epochs=1)
     data = training_data("digits", model, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from flysurgery.bench.ceilings import work_of
 from flysurgery.bench.variants import by_definition, dense_copy
 from flysurgery.calibration import Samples
 from flysurgery.checkpoint import build_base
-from flysurgery.errors import OptionError
+from flysurgery.errors import FlysurgeryError, OptionError
 from tests.recipes.conftest import RECIPES, picture
 
 BASE = "vit_tiny_patch16_224"
@@ -103,6 +104,17 @@ def test_power_is_that_between_steps_of_the_counter(energy: Any, monkeypatch: py
     still.joules = lambda: 1.0
     with pytest.raises(OptionError, match="energy counter stood still"):
         still.watts(lambda: None, 1.0)
+
+
+def test_a_wrong_mapping_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import focus_model
+
+    monkeypatch.setattr(focus_model, "differences", lambda *_: (float("nan"), 0.0))
+    with pytest.raises(FlysurgeryError, match="the mapping is wrong"):
+        focus_model.check(b"", None, torch.zeros(1))  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(FlysurgeryError, match="onnx is needed to read the wheel"):
+        focus_model.from_onnx(b"")
 
 
 def test_measures_of_known_answers() -> None:

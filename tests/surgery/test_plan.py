@@ -72,6 +72,7 @@ def change(path: str, value: Any) -> Any:
 TILE = "must tile the rows 0 to"
 WRONG = [
     ("schema", 2, "schema 1, got schema 2"),
+    ("schema", True, "schema 1, got schema True"),
     ("layers", ..., "no entry 'layers'"),
     ("extra", 1, "unknown entry 'extra'"),
     ("base", 3, "'base' must be a text or null"),
@@ -85,6 +86,7 @@ WRONG = [
     ("layers.0.role", "boss", "'role' must be one of"),
     ("layers.0.bias", 1, "'bias' must be true or false"),
     ("layers.0.calls", -1, "must lie between 0 and"),
+    ("layers.0.rows", 1 << 63, "must lie between 0 and"),
     ("layers.0.in_features", 1 << 40, "sizes must lie between"),
     ("layers.0.in_features", 64, "the layer is 32x64"),
     ("layers.0.parts.0.stop", 31, TILE),
