@@ -19,11 +19,7 @@ from flysurgery.surgery import Report
 from tests.checkpoint.conftest import ARGUMENTS, BASE, VIT_PYTORCH, Converted, install_random, small_model
 
 TAGGED = f"{BASE}.augreg_in21k_ft_in1k"
-
-
 FOUND = Fidelity(102, 0.97112, 0.954, 0.25, 0.5, (("blocks.0", 0.11), ("blocks.1", 0.222)))
-
-
 UNKNOWN = "Its fidelity is unknown"
 
 
@@ -45,42 +41,30 @@ def calibrated() -> Converted:
     return model, convert(model, base=BASE, base_args=ARGUMENTS, calibrate=data)
 
 
-def test_without_data_the_fidelity_is_unknown(converted: Converted, tmp_path: Path) -> None:
+def test_the_fidelity_is_what_was_measured_last_or_unknown(converted: Converted, calibrated: Converted, tmp_path: Path) -> None:
     card = card_of(tmp_path / "m", *converted)
     assert UNKNOWN in card and "Fidelity to the dense model" not in card
-
-
-def test_with_data_it_has_the_fidelity(calibrated: Converted, tmp_path: Path) -> None:
     model, report = calibrated
-    card = card_of(tmp_path / "m", model, replace(report, fidelity=FOUND))
+    facts = replace(report, fidelity=FOUND).to_json()
+    card = card_of(tmp_path / "m", model, facts)
     numbers = "output cosine 0.971, token cosine 0.954, relative error 0.250, same top class 50.00%"
     assert f"- Fidelity to the dense model on 102 held-out samples of calibration data: {numbers}\n" in card and UNKNOWN not in card
-    nan = replace(FOUND, output_cosine=float("nan"))
-    card = card_of(tmp_path / "m", model, replace(report, fidelity=nan))
+    card = card_of(tmp_path / "m", model, replace(report, fidelity=replace(FOUND, output_cosine=float("nan"))))
     assert "output cosine no number, token cosine 0.954" in card, "JSON has no NaN"
-
-
-def test_after_training_the_fidelity_is_that_of_the_training(calibrated: Converted, tmp_path: Path) -> None:
-    model, report = calibrated
     run = {"data": "photos", "teacher": "dense", "scratch": False, "images": 6400, "updates": 100, "before": None, "after": None}
-    facts = replace(report, fidelity=FOUND).to_json()
-    unknown = card_of(tmp_path / "m", model, facts | {"finetune": run})
-    assert UNKNOWN in unknown and "samples of calibration data, before any fine-tuning: output cosine 0.971" in unknown
+    card = card_of(tmp_path / "m", model, facts | {"finetune": run})
+    assert UNKNOWN in card and "samples of calibration data, before any fine-tuning: output cosine 0.971" in card
     end = {"fidelity_after": replace(FOUND, output_cosine=0.99, samples=40).to_json()}
-    known = card_of(tmp_path / "m", model, facts | {"finetune": run | end})
+    card = card_of(tmp_path / "m", model, facts | {"finetune": run | end})
     line = "- Fine-tuned on 6,400 images of photos in 100 updates, with dense as teacher; fidelity to the teacher on 40 held-out images: "
-    assert UNKNOWN not in known and f"{line}output cosine 0.990, token cosine 0.954" in known
+    assert UNKNOWN not in card and f"{line}output cosine 0.990, token cosine 0.954" in card
 
 
-@pytest.mark.parametrize(("classes", "task"), [(7, "image-classification"), (0, "image-feature-extraction")])
-def test_a_model_without_classes_is_no_classifier(classes: int, task: str, tmp_path: Path) -> None:
-    card = card_of(tmp_path / "m", *described(num_classes=classes))
-    assert card.startswith(f"---\nlibrary_name: timm\npipeline_tag: {task}\ntags:\n- {task}\n- timm\n- flysurgery\n---\n")
-
-
-def test_other_libraries_are_named(tmp_path: Path) -> None:
-    card = card_of(tmp_path / "v", *described("vit_pytorch:ViT"))
-    assert "pipeline_tag: image-classification" in card and "\nvit_pytorch:ViT, with " in card
+def test_the_task_and_the_library_are_named(tmp_path: Path) -> None:
+    for classes, task in ((7, "image-classification"), (0, "image-feature-extraction")):
+        card = card_of(tmp_path / "m", *described(num_classes=classes))
+        assert card.startswith(f"---\nlibrary_name: timm\npipeline_tag: {task}\ntags:\n- {task}\n- timm\n- flysurgery\n---\n")
+    assert "\nvit_pytorch:ViT, with " in card_of(tmp_path / "v", *described("vit_pytorch:ViT"))
     model = transformers.ViTModel(transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32))
     card = card_of(tmp_path / "t", install_random(model), None)
     assert "library_name: transformers" in card and 'transformers.ViTModel.from_pretrained("DIR")' in card

@@ -35,17 +35,11 @@ from tests.checkpoint.conftest import (
 )
 
 FC1 = "blocks.0.mlp.fc1.factors.0"
-
-
 NORM = "blocks.0.norm1.weight"
 
 
 def set_listed(listed: str) -> Any:
     return lambda _, metadata: metadata.update(tensors=listed, tensors_sha256=sha256(listed))
-
-
-def swap_two(tensors: dict[str, Any], _: object) -> None:
-    tensors[NORM], tensors["blocks.1.norm1.bias"] = tensors["blocks.1.norm1.bias"], tensors[NORM]
 
 
 def put(name: str, tensor: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> Any:
@@ -61,25 +55,19 @@ def alias_norm(aliases: str) -> Any:
 WEIGHTS: list[tuple[Any, list[str]]] = [
     (lambda _, header: header.update({"flysurgery.schema": "2", "version": "9.1"}), ["schema 2", "schema 1", "flysurgery 9.1"]),
     (lambda _, header: header.clear(), ["no flysurgery checkpoint", "flysurgery.schema"]),
-    (lambda _, header: header.pop("plan_sha256"), ["damaged", "no plan_sha256"]),
+    (lambda _, header: [header.pop(name) for name in ("plan_sha256", "tensors_sha256")], ["damaged", "no plan_sha256, tensors_sha256"]),
     (lambda _, header: header.update(plan_sha256="0" * 64), ["config.json does not match model.safetensors"]),
-    (lambda _, header: header.pop("tensors"), ["damaged", "no tensors"]),
-    (lambda _, header: header.pop("tensors_sha256"), ["damaged", "no tensors_sha256"]),
-    (lambda _, header: header.update(aliases="{}"), ["tensors_sha256 does not match its tensors and aliases"]),
     (lambda _, header: header.update(tensors=header["tensors"].replace('"F32"', '"F16"', 1)), ["tensors_sha256 does not match"]),
     (set_listed("{"), ["its tensors are no JSON"]),
-    (set_listed("[]"), ["its tensors do not map names to dtypes and hashes"]),
     (set_listed('{"a": ["F32", 3]}'), ["its tensors do not map names to dtypes and hashes"]),
     (put(NORM, dtype=torch.float16), [f"its header lists {NORM} as torch.float32, and it is torch.float16"]),
     (lambda tensors, _: tensors[NORM].view(torch.uint8)[5].bitwise_xor_(1), [f"the data of {NORM} do not match", "verify=False"]),
-    (swap_two, [f"the data of {NORM} and 1 more do not match", "verify=False"]),
     (lambda tensors, _: (tensors.pop(FC1), tensors.pop("head.bias")), ["does not fit its plan", f"2 missing: {FC1}, head.bias"]),
     (lambda tensors, _: tensors.update({f"odd{n}": torch.zeros(1) for n in range(5)}), ["5 unknown: odd0, odd1, odd2, ..."]),
     (put(FC1, torch.zeros(1, 2, 3, 4)), [f"1 of another shape: {FC1} is [1, 2, 3, 4] instead of [1, 32, 8, 4]"]),
     (put(FC1, dtype=torch.int32), [FC1, "torch.int32 instead of torch.float32"]),
     (put(FC1, dtype=torch.float8_e4m3fn), [FC1, "F8_E4M3"]),
     (lambda _, header: header.pop("flysurgery.schema"), ["no flysurgery checkpoint", "flysurgery.schema"]),  # not taken for one of timm's
-    (alias_norm("{"), ["aliases are no JSON"]),
     (alias_norm('["norm.weight"]'), ["aliases do not map names to names"]),
     (alias_norm('{"norm.weight": "nowhere"}'), ["norm.weight a second name of nowhere"]),
     (
@@ -115,15 +103,12 @@ class Bomb:
 
 FILES_DAMAGED: list[tuple[str, Any, list[str]]] = [
     (WEIGHTS_FILE, lambda whole: whole[:-100], ["no safetensors file", "cut short"]),
-    (WEIGHTS_FILE, lambda whole: whole[:100], ["no safetensors file", "100 bytes"]),
-    (WEIGHTS_FILE, lambda _: b"", ["no safetensors file", "0 bytes"]),
     (WEIGHTS_FILE, lambda _: (1 << 60).to_bytes(8, "little") + b"{}", ["no safetensors file", "header too large"]),
     (WEIGHTS_FILE, lambda _: pickle.dumps(Bomb()), ["holds a pickle", "never opened"]),
     (WEIGHTS_FILE, lambda _: b"PK\x03\x04" + bytes(100), ["holds a pickle", "never opened"]),
     (WEIGHTS_FILE, None, ["there is no", "model.safetensors"]),
     (CONFIG_FILE, None, ["no checkpoint", "no config.json"]),
     (CONFIG_FILE, lambda _: b'{"architecture": ', ["config.json cannot be read as JSON"]),
-    (CONFIG_FILE, lambda _: b"\xff\xfe\x00", ["config.json cannot be read as JSON"]),
     (CONFIG_FILE, lambda _: b"[" * 100_000, ["config.json cannot be read as JSON", "nested too deeply"]),
     (CONFIG_FILE, lambda _: b"[1, 2]", ["names no architecture"]),
 ]
@@ -142,34 +127,17 @@ def argument(name: str, value: object) -> Any:
     return lambda plan: plan["base_args"].update({name: value})
 
 
-def nested(levels: int) -> Any:
-    return 1 if levels == 0 else [nested(levels - 1)]
-
-
 def layer(**entries: Any) -> Any:
     return lambda plan: next(layer for layer in plan["layers"] if layer["fqn"] == "blocks.0.mlp.fc1").update(entries)
 
 
-def huge_factor(plan: dict[str, Any]) -> None:
-    fc1 = next(layer for layer in plan["layers"] if layer["fqn"] == "blocks.0.mlp.fc1")
-    fc1["parts"][0]["architecture"] = [[1, 1 << 40, 8, 4], [4, 8, 8, 1]]
-
-
 FORGERIES: list[tuple[Any, list[str]]] = [
     (lambda plan: plan.update(base="os:system"), ["vit_pytorch:CLASS", "'os:system'"]),
-    (lambda plan: plan.update(base="../evil"), ["no model '"]),
     (lambda plan: plan.update(base="deit_tiny_distilled_patch16_224"), ["does not fit its plan", "missing: dist_token"]),
     (argument("checkpoint_path", "/etc/passwd"), ["may not set checkpoint_path"]),
     (argument("depth", "two"), ["vit_tiny_patch16_224", "cannot be built"]),
     (argument("depth", 3), ["missing: blocks.2"]),
-    (argument("depth", nested(600)), ["cannot be read as JSON", "nested too deeply"]),
-    (layer(in_features=10**12), ["blocks.0.mlp.fc1", "sizes must lie between"]),
-    (layer(fqn="blocks.7.mlp.fc1"), ["blocks.7.mlp.fc1", "no module of that name"]),
     (layer(fqn="norm"), ["norm", "expected an nn.Linear"]),
-    (layer(parts=[]), ["blocks.0.mlp.fc1", "parts must tile"]),
-    (huge_factor, ["no side may exceed"]),
-    (lambda plan: plan.update(switches=[["blocks.0", "__class__", "x"]]), ["switch"]),
-    (lambda plan: plan.update(schema=7), ["schema 7"]),
     (lambda plan: plan.update(layers=3), ["layers"]),
 ]
 
@@ -243,9 +211,7 @@ def link_to_itself(file: Path) -> None:
 SPECIAL: list[tuple[Callable[[Path], object], str, str]] = [
     (os.mkfifo, CONFIG_FILE, "is a pipe, expected a regular file"),
     (os.mkfifo, WEIGHTS_FILE, "is a pipe, expected a regular file"),
-    (device, CONFIG_FILE, "is a device, expected a regular file"),
     (device, WEIGHTS_FILE, "is a device, expected a regular file"),
-    (Path.mkdir, CONFIG_FILE, "is a folder, expected a regular file"),
     (Path.mkdir, WEIGHTS_FILE, "is a folder, expected a regular file"),
     (unix_socket, CONFIG_FILE, "is a socket, expected a regular file"),
     (endless, CONFIG_FILE, "has 3,221,225,472 bytes, and at most 4,194,304 are read"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -44,9 +45,11 @@ def stand_in(run: Run, tmp_path: Path) -> None:
 def test_from_weights_to_an_evaluated_folder(document: Document) -> None:
     fit = ("--calibrate", "imagenet/train", "--samples", 40, "--sequential", "--reconstruct", "--minutes", 1)
     converted = document("convert", "dense", "--arch", "monarch", *fit, "--evaluate", "imagenet/val", "--out", "fitted")
-    assert converted["accuracy"]["data"] == "imagenet/val"
-    assert {"top1", "top5", "samples"} <= converted["accuracy"]["before"].keys() & converted["accuracy"]["after"].keys()
-    assert converted["accuracy"]["after"]["samples"] == CLASSES * VAL
+    accuracy, dense = converted["accuracy"], document("evaluate", "dense", "--data", "imagenet/val")
+    assert accuracy["data"] == "imagenet/val" and accuracy["after"]["samples"] == CLASSES * VAL
+    assert [accuracy["before"][name] for name in ("top1", "top5")] == [dense[name] for name in ("top1", "top5")]
+    top1 = f"top-1 {accuracy['before']['top1']:.2%} before, {accuracy['after']['top1']:.2%} after"
+    assert f"- Accuracy on imagenet/val: {top1}, of 40 samples" in Path("fitted/README.md").read_text()
     assert converted["calibration"]["samples"] == 40 and converted["calibration"]["sequential"] is True
     assert converted["reconstruction"]["updates"] == 3
 
@@ -61,6 +64,9 @@ def test_from_weights_to_an_evaluated_folder(document: Document) -> None:
     )
     assert unlabelled["labelled"] is False and unlabelled["images"] == len(list(Path("photos").iterdir()))
     assert unlabelled["fidelity_after"]["relative_error"] <= unlabelled["fidelity_before"]["relative_error"]
+    columns = Path("unlabelled.training/log.csv").read_text().splitlines()[0]
+    settings = json.loads(Path("unlabelled/report.json").read_text())["finetune"]["settings"]
+    assert settings["optimizer"] == "muon" and columns.endswith("relative_error,output_cosine,token_cosine")
     assert unlabelled["after"]["samples"] == CLASSES * VAL
 
     accuracy = document("evaluate", "tuned", "--data", "imagenet/val")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +11,8 @@ import torch
 from flysurgery.checkpoint import load
 from flysurgery.cli.processes import device_of_process
 from flysurgery.errors import OptionError
-from tests.cli.conftest import RANDOM
-from tests.support.processes import ROOT, launch
+from tests.cli.conftest import RANDOM, Refused
+from tests.support.processes import launch
 
 PROGRAM = """
 import os, signal, sys
@@ -60,18 +57,22 @@ def test_two_processes_make_one_folder_and_one_report(images: Path, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("images")
-@pytest.mark.parametrize("how", ["unlucky", "killed", "alone"])
+@pytest.mark.parametrize("how", ["unlucky", "killed"])
 def test_where_one_fails_both_end_and_nothing_is_written(how: str, tmp_path: Path) -> None:
-    """By an error, by a kill, and where both are refused, as without work to share."""
-    done = launch(tmp_path, PROGRAM, how, *(FIT[:-3] if how == "alone" else FIT))
+    done = launch(tmp_path, PROGRAM, how, *FIT)
     assert done.returncode == 1 and done.stdout == ""
     assert left(tmp_path) == ["images", "program.py"]
     said = told(done.stderr)
     if how == "killed":  # the launcher ends the other process too, before it says why it cannot go on, or after
         assert len(said) <= 1 and all("another process of this run has ended" in line for line in said)
     else:
-        sentence = "this process has bad luck" if how == "unlucky" else "several processes share the work of --reconstruct only"
-        assert len(said) == 1 and said[0].startswith(f"flysurgery: {sentence}")
+        assert len(said) == 1 and said[0].startswith("flysurgery: this process has bad luck")
+
+
+def test_several_processes_without_work_to_share_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flysurgery.cli.processes._are_several", lambda: True)
+    sentence = "several processes share the work of --reconstruct only"
+    refused("convert", *RANDOM, "--device", "cpu", "--out", "o", words=(sentence,), code=2)
 
 
 def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,16 +89,3 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(OptionError, match="this machine has 2; start no more processes than that"):
         device_of_process(None)
-
-
-def test_of_two_converts_into_one_folder_one_is_refused(tmp_path: Path) -> None:
-    """Whichever comes first: it finds the folder there at its start, or at its end."""
-    environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
-    program = "import sys; from flysurgery.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "convert", *RANDOM, "--out", "o"]
-    running = [subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = {process.wait(300): process.communicate()[1] for process in running}
-    assert set(said) == {0, 1}, said
-    assert len(told(said[1])) == 1 and "/o " in told(said[1])[0]
-    assert left(tmp_path) == ["o"]
-    load(tmp_path / "o")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flysurgery.errors import BackendError, PatternError
-from flysurgery.factors import bit_reversal, factors_to_dense
+from flysurgery.errors import BackendError
+from flysurgery.factors import factors_to_dense
 from flysurgery.ops import BACKENDS, Problem, explain, ks_linear
 from flysurgery.patterns import Architecture
 from tests.support.oracle import dense
@@ -77,12 +77,3 @@ def test_on_a_gpu_pytorchs_products_take_them() -> None:
     x, factors = gaussian_integers((5, 8), 7), [gaussian_integers(shape, seed) for seed, shape in enumerate(SHAPES)]
     found = ks_linear(x.to("cuda", torch.complex64), [factor.to("cuda", torch.complex64) for factor in factors])
     assert_same(found.cpu().to(torch.complex128), ks_linear(x, factors))
-
-
-def test_bit_reversal_is_its_own_inverse_and_wants_a_power_of_two() -> None:
-    order = bit_reversal(64)
-    assert_equal(order, torch.tensor([int(f"{index:06b}"[::-1], 2) for index in range(64)]))
-    assert_equal(order[order], torch.arange(64))
-    for n in (0, 12):
-        with pytest.raises(PatternError, match=f"power of two, got {n}"):
-            bit_reversal(n)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flysurgery.errors import ProjectionError
+from flysurgery.errors import PatternError, ProjectionError
 from flysurgery.factors import bit_reversal, factors_to_dense
 from flysurgery.ops import ks_linear
 from flysurgery.patterns import Architecture, gonon, low_rank, monarch, square_dyadic
@@ -24,6 +24,9 @@ def test_the_fourier_transform_is_a_butterfly_after_bit_reversal(n: int) -> None
     wanted = torch.fft.fft(x, norm="ortho")
     assert float((ks_linear(x[:, order], projection.factors) - wanted).norm()) <= EXACT * float(wanted.norm())
     assert project(dft, square_dyadic(n)).relative_error > 0.1, "without the permutation it is none"
+    assert torch.equal(order[order], torch.arange(n))
+    with pytest.raises(PatternError, match="power of two, got 12"):
+        bit_reversal(12)
 
 
 @pytest.mark.parametrize("architecture", [monarch(24, 24, 2), gonon(24, 96), low_rank(24, 40, 7)], ids=str)

@@ -78,9 +78,7 @@ def test_numbers_that_are_none_are_refused(
     assert f"argument {option}: expected a number above zero, got '{value.rpartition(',')[2]}'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "command", ["factors.py patterns", "accuracy.py digits", "kernel_tables.py factor_gradients", "survey_models.py timm"]
-)
+@pytest.mark.parametrize("command", ["accuracy.py digits", "kernel_tables.py factor_gradients"])
 def test_no_recipe_writes_over_another_table(run_program: RunProgram, tmp_path: Path, command: str) -> None:
     other = tmp_path / "other.csv"
     other.write_text("fruit,price\napple,1\n")

@@ -83,8 +83,6 @@ class Decoder(nn.Module):
 TRUNK: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "patch_size": 8}
 VISION = TRUNK | {"image_size": 32}
 TEXT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 50}
-DEPTH = {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16] * 4, "is_hybrid": False}
-DEPTH |= {"reassemble_factors": [4, 2, 1, 0.5], "fusion_hidden_size": 16}
 STAGES = {"num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [16, 32], "num_attention_heads": [1, 2], "sr_ratios": [2, 1]}
 STAGES |= {"patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [4, 4], "decoder_hidden_size": 32}
 SWIN = {"model_type": "swin", "image_size": 64, "embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "window_size": 4}
@@ -113,11 +111,7 @@ ALL: dict[str, Any] = {"roles": ("ffn", "qkv", "attn_out")}
 MODELS: dict[str, tuple[Make, Any, dict[str, Any]]] = {
     "timm": (lambda: timm.create_model("vit_tiny_patch16_224", **TINY), IMAGES, ALL),
     "switched": (lambda: timm.create_model("beit_base_patch16_224", **TINY), IMAGES, ALL),
-    "gated": (
-        lambda: timm.create_model("eva02_tiny_patch14_224", **TINY | {"patch_size": 16, "embed_dim": 96}),
-        IMAGES,
-        ALL,
-    ),
+    "gated": (lambda: timm.create_model("eva02_tiny_patch14_224", **TINY | {"patch_size": 16, "embed_dim": 96}), IMAGES, ALL),
     "vit-pytorch": (lambda: vit_pytorch.ViT(**VIT_PYTORCH), IMAGES, ALL),
     "listed": (Listed, random(2, 16, 64), {"roles": ("ffn",)}),
     "convolutions": (Mobile, random(2, 16, 8, 8), {"convs": True}),
@@ -126,10 +120,8 @@ MODELS: dict[str, tuple[Make, Any, dict[str, Any]]] = {
     "encoder, norms first, tokens first": (lambda: encoder(norm_first=True, batch_first=False, bias=False), TOKENS, ALL),
     "decoder": (Decoder, TOKENS, ALL),
     "keys of another size": (Translator, TOKENS, {"roles": ("qkv", "attn_out")}),
-    "detection": (hub("YolosForObjectDetection", **TRUNK, image_size=[32, 32], num_detection_tokens=4), {"pixel_values": IMAGES}, ALL),
     "segmentation": (hub("SegformerForSemanticSegmentation", **STAGES), {"pixel_values": LARGE}, ALL),
     "masks": (hub("Mask2FormerForUniversalSegmentation", **MASKS), {"pixel_values": LARGE}, ALL),
-    "depth": (hub("DPTForDepthEstimation", **VISION | DEPTH), {"pixel_values": IMAGES}, ALL),
     "video": (
         hub("VideoMAEForVideoClassification", **VISION, num_frames=4),
         {"pixel_values": random(2, 4, 3, 32, 32)},

@@ -74,36 +74,26 @@ WRONG = [
     ("schema", 2, "schema 1, got schema 2"),
     ("schema", True, "schema 1, got schema True"),
     ("layers", ..., "no entry 'layers'"),
-    ("layers", {}, "'layers' must be a list"),
     ("extra", 1, "unknown entry 'extra'"),
     ("base", 3, "'base' must be a text or null"),
-    ("base_args", [], "'base_args' must be an object"),
     ("switches", [["block", "separate"]], "a switch is a list"),
     ("switches", [["block", "__class__", True]], "public attribute"),
     ("switches", [["block", "separate", True], ["block", "separate", False]], "stands twice"),
     ("example", [{"shape": [1 << 20, 1 << 20], "dtype": "float32"}], "at most"),
     ("example", [{"shape": [0, 3], "dtype": "float32"}], "positive sides"),
-    ("example", [{"shape": [1.5], "dtype": "float32"}], "must be a whole number"),
-    ("layers.0", 7, "'layers[0]' must be an object"),
-    ("layers.0.fqn", ..., "no entry 'fqn'"),
     ("layers.0.fqn", "block.out", "block.out stands twice"),
     ("layers.2.aliases", ["block.qkv"], "block.qkv stands twice"),
-    ("layers.2.aliases", [1], "'aliases[0]' must be a text"),
     ("layers.0.role", "boss", "'role' must be one of"),
     ("layers.0.bias", 1, "'bias' must be true or false"),
     ("layers.0.calls", -1, "must lie between 0 and"),
     ("layers.0.rows", 1 << 63, "must lie between 0 and"),
     ("layers.0.in_features", 1 << 40, "sizes must lie between"),
     ("layers.0.in_features", 64, "the layer is 32x64"),
-    ("layers.0.reason", {"code": "x"}, "no entry 'text'"),
-    ("layers.0.parts", [], TILE),
     ("layers.0.parts.0.stop", 31, TILE),
     ("layers.0.parts.2.stop", 128, TILE),
-    ("layers.0.parts.0.name", "k", "different names"),
     ("layers.0.parts.0.name", "forward", "different names"),
     ("layers.2.parts.0.name", "q", "no name"),
     ("layers.2.parts.0.architecture", None, "no part of it has an architecture"),
-    ("layers.2.parts.0.architecture", [[1, 2, 3]], "four integers"),
     ("layers.2.parts.0.architecture", [[1, 1 << 40, 8, 2], [2, 8, 16, 1]], "no side may exceed"),
     ("layers.2.parts.0.architecture", [[1, 64, 1 << 24, 1], [1, 1 << 24, 32, 1]], "more parameters than the dense"),
     ("layers.2.parts.0.architecture", [[10**4000, 10**4000, 8, 2], [2, 8, 16, 1]], "layer block.up: "),
@@ -305,7 +295,6 @@ def test_a_part_without_an_architecture_stays_dense() -> None:
         ({"arch": "butterfly"}, "monarch, gonon, lowrank"),
         ({"nblocks": 0}, "nblocks must be a positive integer, got 0"),
         ({"nblocks": 2.0}, "nblocks must be a positive integer"),
-        ({"arch": "lowrank", "rank": -3}, "rank must be a positive integer, got -3"),
         ({"rank": 8}, "takes no rank"),
         ({"arch": "gonon", "nblocks": 8}, "takes no nblocks"),
         ({"architectures": (monarch(8, 8, 2),), "nblocks": 8}, "patterns name the architecture, so nblocks"),
@@ -330,10 +319,8 @@ def test_every_form_of_patterns_is_read() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("vit_tiny_patch16_224", {**TINY, "num_classes": 7, "in_chans": 1}),
         ("vit_tiny_patch16_224", {**TINY, "global_pool": "avg", "num_classes": 0}),
         ("swin_tiny_patch4_window7_224", {"img_size": 112, "in_chans": 4}),
-        ("levit_128s", {"num_classes": 5}),
         ("vit_base_patch16_siglip_224.v2_webli", {"depth": 1}),
     ],
 )
@@ -343,9 +330,8 @@ def test_a_timm_model_says_how_it_is_built_again(name: str, arguments: dict[str,
         base, base_args = find_base(model, None, None)
         assert base is not None and base.startswith(name)
         again = timm.create_model(base, **json.loads(json.dumps(base_args)))
-    assert {key: value.shape for key, value in again.state_dict().items()} == {
-        key: value.shape for key, value in model.state_dict().items()
-    }
+    shapes = [{key: value.shape for key, value in each.state_dict().items()} for each in (model, again)]
+    assert shapes[0] == shapes[1]
 
 
 def test_what_is_given_goes_before_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,6 @@ ONE: dict[str, Any] = {"depth": 1, "embed_dim": 48, "num_heads": 3, "img_size": 
 SWIN: dict[str, Any] = {"embed_dim": 24, "depths": (2, 1), "num_heads": (2, 4), "img_size": 32, "window_size": 4}
 
 TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
-    "vit_small_patch16_224": ({}, ((12, 12, 12, 12, 1), {})),
-    "mixer_s32_224": ({}, ((0, 0, 16, 16, 1), {})),
-    "pvt_v2_b0": ({}, ((16, 8, 8, 8, 1), {})),
     "resnet18": ({}, ((0, 0, 0, 0, 1), {})),  # its 1x1 convolutions have a stride
     # Two blocks of q with k and v apart, whose positions go through a linear, and a plain one.
     "convit_tiny": ({"depth": 3, "local_up_to_layer": 2, "embed_dim": 12, "img_size": 32}, ((5, 3, 3, 3, 1), {"constant": 2})),
@@ -36,14 +33,10 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     "pit_ti_224": ({}, ((12, 12, 12, 12, 1), {"pool": 2})),
     # A block within a block, each with qk and v; the pixels' tokens go into the patches' by one linear a block and one before all.
     "tnt_s_patch16_224": ({"depth": 2, "img_size": 32}, ((8, 4, 4, 4, 1), {"no-role": 3})),
-    # Window attention with fused q, k and v, global attention with q and kv apart.
-    "twins_svt_small": ({"depths": (2, 0, 0, 0), "img_size": 64}, ((3, 2, 2, 2, 1), {})),
     # Two branches; to either a linear there and back, and attention of one class token with q, k, v, proj.
     "crossvit_tiny_240": ({"depth": ((1, 1, 0),)}, ((2, 2, 2, 2, 2), {"pool": 12})),
     # Where the width doubles, a linear for the shortcut.
     "hiera_tiny_224": ({"stages": (1, 1, 1, 1), "embed_dim": 24}, ((4, 4, 4, 4, 1), {"no-role": 3})),
-    # Each depth is a block of windows and one of channels.
-    "davit_tiny": ({"depths": (1, 1, 1, 1)}, ((8, 8, 8, 8, 1), {})),
     # Two stages of convolutions, then 9 and 3 blocks of attention; the head has a hidden layer.
     "caformer_s18": ({}, ((12, 12, 12, 12, 1), {"pool": 1})),
     # All convolutions but the last block; two heads.
@@ -63,24 +56,16 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     "eva02_base_patch14_448": (ONE | {"img_size": 28}, ((3, 1, 2, 1, 1), {})),
     # Attention whose heads two linears mix; a block of class attention.
     "cait_xxs24_224": (ONE, ((1, 1, 1, 1, 1), {"talking-heads": 2, "pool": 12})),
-    "swin_tiny_patch4_window7_224": (SWIN, ((3, 3, 3, 3, 1), {"no-role": 1})),
-    "swinv2_tiny_window8_256": (SWIN, ((3, 3, 3, 3, 1), {"constant": 6, "no-role": 1})),
 }
 
 SIZES = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 48, "depth": 1, "heads": 4, "mlp_dim": 96, "dim_head": 16}
 CROSS = {"image_size": 64, "num_classes": 10, "depth": 1, "sm_dim": 48, "lg_dim": 64, "sm_patch_size": 8, "lg_patch_size": 16}
 CCT = {"img_size": 32, "embedding_dim": 64, "num_layers": 1, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 10}
 
-PLAIN: Truth = ((1, 1, 1, 1, 1), {"patch-embedding": 1})
-
 VIT_PYTORCH: dict[str, tuple[dict[str, Any], Truth]] = {
-    "vit:ViT": (SIZES, PLAIN),
-    "deepvit:DeepViT": (SIZES, PLAIN),
-    "vit_with_patch_merger:ViT": (SIZES | {"depth": 2, "patch_merge_layer": 1}, ((2, 2, 2, 2, 1), {"patch-embedding": 1})),
+    "deepvit:DeepViT": (SIZES, ((1, 1, 1, 1, 1), {"patch-embedding": 1})),
     # q and kv apart; a block of class attention with q, kv, out and an MLP.
     "cait:CaiT": (SIZES | {"cls_depth": 1}, ((2, 1, 1, 1, 1), {"patch-embedding": 1, "pool": 5})),
-    "xcit:XCiT": (SIZES | {"cls_depth": 1}, ((1, 1, 1, 1, 1), {"patch-embedding": 1, "pool": 5})),
-    "parallel_vit:ViT": (SIZES | {"num_parallel_branches": 2}, ((2, 2, 2, 2, 1), {"patch-embedding": 1})),
     # One and four blocks of q and kv; two rounds of class tokens in two directions, with q, kv, out and a linear there and back.
     "cross_vit:CrossViT": (CROSS, ((10, 5, 5, 5, 2), {"patch-embedding": 2, "pool": 20})),
     # Blocks and grids, and two linears of squeeze and excitation a stage.
@@ -132,10 +117,8 @@ BRANCHES = {"depth": 1, "img_size": 32, "block_fn": ParallelScalingBlock}
     ("name", "options", "layer", "split", "tokens"),
     [
         ("vit:ViT", SIZES, "transformer.layers.0.0.to_qkv", thirds(64), 17),
-        ("simple_vit:SimpleViT", SIZES, "transformer.layers.0.0.to_qkv", thirds(64), 16),
         ("vit_5:ViT", SIZES, "transformer.layers.0.0.to_qkv", thirds(64), None),  # rotary positions under autocast
         ("learnable_memory_vit:ViT", SIZES, "transformer.layers.0.0.to_kv", (Slice("k", 0, 64), Slice("v", 64, 128)), None),
-        ("learnable_memory_vit:ViT", SIZES, "transformer.layers.0.0.to_q", None, None),
         ("vit_tiny_patch16_224", ONE, "blocks.0.attn.qkv", thirds(48), 5),
         ("vit_tiny_patch16_224", {**ONE, "attn_layer": "diff"}, "blocks.0.attn.qkv", thirds(48), 5),
         ("vit_tiny_patch16_224", BRANCHES, "blocks.0.in_proj", PARALLEL, 5),
