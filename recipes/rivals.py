@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from pruning import prune, two_of_four
 from recipe import Place, Run
 from torch import Tensor, nn
-from weight_ways import INT8, prune, quantize, store_sparse
+from weight_ways import INT8, quantize, store_sparse
 
 from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.bench.ceilings import Work
@@ -146,7 +147,7 @@ def _semi_structured(dense: nn.Linear) -> Rival:
     if not weight.is_cuda or weight.dtype == torch.float32:
         return Rival(name, 0.5, "no: sparse tensor cores take 16 bits on CUDA")
     model = nn.Sequential(copy.deepcopy(dense))
-    prune(model, ["0"])
+    prune(model, {"0": weight.numel() // 2}, two_of_four)
     exact = copy.deepcopy(model).double()
     try:
         store_sparse(model, ["0"])
