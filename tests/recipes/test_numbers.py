@@ -134,8 +134,9 @@ def test_measures_of_known_answers() -> None:
 
 
 def test_pruning_keeps_the_two_largest_of_four() -> None:
-    from weight_ways import RIVALS
+    from weight_ways import RIVALS, ways_of
 
+    assert [way.name for way in ways_of("2:4")] == ["dense", "2:4"], "the name of a way means no other of its family"
     model = nn.Sequential(nn.Linear(8, 2), nn.Linear(8, 2))
     weight = torch.tensor([[1.0, -4, 3, 2, 0.5, 0.1, -0.2, 0.3], [0, 0, 0, 7, -1, 1, -2, 2]])
     model.load_state_dict(model.state_dict() | {"0.weight": weight, "1.weight": weight})
