@@ -16,9 +16,12 @@ found best. A way that fails is printed and has no row.
 Milliseconds are those of 128 images in fp16, optimized by flysurgery, on CUDA alone; the dense model, as it is and optimized, is timed
 beside it in the same run, once for each family, as its ways differ in weights alone.
 
-Rivals change the same linear layers: "int8" by torchao (``pip install torchao``), its activations rounded at each call, "2:4" by magnitude,
-without any fit. These and "dense compiled" run as they are and through ``torch.compile``, by its default and tuned; the fastest counts, and
-``timing`` names it. They have none of flysurgery's fused modules. Their cosines are those of float32, 2:4 as a dense model with zeros.
+Rivals change the same linear layers: "int8" by torchao (``pip install torchao``), its activations rounded at each call, "2:4" and
+"unstructured" by magnitude, the latter with as many weights in each layer as ``monarch 4``. Both of these also have the steps calibrated,
+by Wanda's scores with the kept weights fitted to the inputs, and reconstructed, with fixed masks. Rivals and "dense compiled" run as they
+are and through ``torch.compile``, by its default and tuned; the fastest counts, and ``timing`` names it. They have none of flysurgery's
+fused modules. Their cosines are those of float32, pruned ones as a dense model with zeros. On CUDA unstructured zeros run so too: nothing
+in PyTorch makes them faster than dense at this density.
 
 Needs ``pip install 'flysurgery[bench]' onnx onnxruntime`` (for int8 also ``torchao``), a CUDA device, a minute
 for each row, and two for each rival.
@@ -42,6 +45,7 @@ import recipe
 import torch
 from focus_model import FocusModel, Sight, check, compare, from_onnx, load_focus, read_wheel, save_focus, seen
 from photograph_crops import Photographs, calibration_crops, judging_crops, photographs_in
+from pruning import prune_to_inputs
 from torch import nn
 from weight_ways import COMPILED, DENSE, RIVALS, STEPS, Way, linears_of, ways_of
 
@@ -64,7 +68,7 @@ QUICK_PHOTOGRAPHS, QUICK_CROPS, QUICK_EACH, QUICK_MINUTES = 8, 20, 2, 0.4
 CHECKED_CROPS = 8
 MEASURES = ("cls", "patch", "relative_error", "iou", "correlation", "nearest")
 MARKS = dict(zip(STEPS, "xos^v", strict=True))
-MARKS_OF_RIVALS = dict(zip(RIVALS, "xPX", strict=True))
+MARKS_OF_RIVALS = dict(zip(RIVALS, "xDPX", strict=True))
 NUMBERS = ("params", "seconds", "ms", "dense_optimized_ms", "dense_ms", *MEASURES)
 KEY = ("way", "family", "step", "minutes", "photographs", "crops", "judging", "device")
 """Rows that agree in these differ in their seeds alone."""
@@ -141,8 +145,11 @@ class Workshop:
             options |= {"reconstruct": way.minutes(minutes), "seed": seed}
         synchronize(self.device)
         started = time.perf_counter()
-        if way.family in RIVALS:
-            RIVALS[way.family].convert(model, self.linears)
+        rival = RIVALS.get(way.family)
+        if rival is not None and rival.choose is not None and way.fitting:
+            done = prune_to_inputs(model, self.linears, rival.choose, self.samples(seed), way.minutes(minutes), seed)
+        elif rival is not None:
+            rival.convert(model, self.linears)
         else:
             done = surgery.apply(surgery.plan(model, **way.arch), model, **options).reconstruction
         synchronize(self.device)
@@ -246,8 +253,9 @@ def _draw_panel(axes: Any, entries: Sequence[Mapping[str, Any]], column: str) ->
     for each in entries:
         if each["family"] in RIVALS and (column, each["family"]) != ("params", COMPILED):
             height = max(each["cls"], bottom)
+            label = None if each["family"] in axes.get_legend_handles_labels()[1] else each["family"]
             style = {"color": "k", "markerfacecolor": "none", "markersize": 10, "linestyle": "none", "clip_on": False}
-            axes.plot([each[column]], [height], marker=MARKS_OF_RIVALS[each["family"]], label=each["family"], **style)
+            axes.plot([each[column]], [height], marker=MARKS_OF_RIVALS[each["family"]], label=label, **style)
             if height > each["cls"]:
                 axes.annotate(f"{each['cls']:.2f}", (each[column], height), (7, 5), textcoords="offset points", fontsize=8)
     return bottom
@@ -275,6 +283,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=recipe.duration, help=f"budget of a reconstruction, 1 by default, {QUICK_MINUTES} with --quick")
     parser.add_argument("--crops", type=recipe.count, help=f"to calibrate with, 1024 by default, {QUICK_CROPS} with --quick")
     parser.add_argument("--judging", type=recipe.count, help=f"crops of each judging photograph, 12 by default, {QUICK_EACH} with --quick")
+    parser.add_argument("--most", type=recipe.count, help=f"photographs of each kind, all by default, {QUICK_PHOTOGRAPHS} with --quick")
     parser.add_argument("--seeds", type=recipe.count, default=1, help="how many, from --seed on, where anything is random")
     options = parser.parse_args()
     ways, quick = ways_of(options.ways, quick=options.quick), options.quick
@@ -288,7 +297,7 @@ def main() -> None:
     if device.type != "cuda" and not quick and options.save is None:
         raise SystemExit("this needs a CUDA device; --quick runs on a CPU too, on few crops and without times")
     recipe.device_and_modes(options)
-    photographs = photographs_in(options.photographs, QUICK_PHOTOGRAPHS if quick else None)
+    photographs = photographs_in(options.photographs, options.most or (QUICK_PHOTOGRAPHS if quick else None))
     if options.save is not None:
         save_focus(weights(options, photographs), options.save)
         print(f"kept in {options.save}: flysurgery convert {options.save / 'backbone'} opens the backbone")

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from pruning import prune, two_of_four
 from recipe import Place, Run
 from torch import Tensor, nn
-from weight_ways import INT8, prune, quantize, store_sparse
+from weight_ways import INT8, quantize, store_sparse
 
 from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.bench.ceilings import Work
@@ -119,6 +120,10 @@ def _bias(layer: ButterflyLinear) -> nn.Parameter:
 
 
 def _pruned_csr(dense: nn.Linear, share: float) -> Iterator[Rival]:
+    """Make PyTorch's CSR of the weights of largest magnitude, for both layouts.
+
+    ``note`` has the standard deviation of the rows' numbers of weights over their mean, which kernels for sparse rows balance.
+    """
     weight, bias = dense.weight.detach(), dense.bias.detach()
     names = (f"{CSR}, {share:.4g} of the weights", f"{CSR_LAST}, {share:.4g} of the weights")
     if weight.dtype not in (torch.float32, torch.float64):
@@ -131,13 +136,14 @@ def _pruned_csr(dense: nn.Linear, share: float) -> Iterator[Rival]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta|invariant checks are)")
         stored = pruned.to_sparse_csr()
-    wide, wide_bias, column = pruned.double(), bias.double(), bias[:, None]
+    wide, wide_bias, column, lengths = pruned.double(), bias.double(), bias[:, None], (pruned != 0).sum(1).float()
+    note = f"lengths of rows vary by {float(lengths.std(correction=0) / lengths.mean()):.2f} of their mean"
 
     def exact(x: Tensor) -> Tensor:
         return nn.functional.linear(x, wide, wide_bias)
 
-    yield Rival(names[0], share, lambda x: nn.functional.linear(x, stored) + bias, exact)
-    yield Rival(names[1], share, lambda x: (stored @ x + column).T, exact, last=True)
+    yield Rival(names[0], share, lambda x: nn.functional.linear(x, stored) + bias, exact, note=note)
+    yield Rival(names[1], share, lambda x: (stored @ x + column).T, exact, note=note, last=True)
 
 
 def _semi_structured(dense: nn.Linear) -> Rival:
@@ -146,7 +152,7 @@ def _semi_structured(dense: nn.Linear) -> Rival:
     if not weight.is_cuda or weight.dtype == torch.float32:
         return Rival(name, 0.5, "no: sparse tensor cores take 16 bits on CUDA")
     model = nn.Sequential(copy.deepcopy(dense))
-    prune(model, ["0"])
+    prune(model, {"0": weight.numel() // 2}, two_of_four)
     exact = copy.deepcopy(model).double()
     try:
         store_sparse(model, ["0"])

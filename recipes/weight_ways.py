@@ -1,6 +1,6 @@
 """The ways to convert that the table on real weights compares: families of architectures with steps of fitting, and rivals.
 
-Rivals change the same linear layers by other means: int8, magnitude 2:4, and the compiler alone.
+Rivals change the same linear layers by other means: int8, 2:4, unstructured zeros, and the compiler alone.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+from pruning import Choose, largest, prune, two_of_four
 from recipe import Run
 from torch import nn
 from vit_parts import INT8_ERROR
@@ -65,10 +67,13 @@ LOW_RANK_STEPS = ("plain", "calibrated", "reconstructed")
 SMALLER_RANK_STEPS = ("plain", "reconstructed")
 """The first tells the time at once, as the ways of a family differ in weights alone."""
 
+PRUNED_STEPS = ("calibrated", "reconstructed")
+"""Those of the rivals that prune, besides their magnitude alone, which has no step."""
+
 INT8 = "Int8DynamicActivationInt8WeightConfig"
 """torchao's configuration for int8 weights, a scale for each row, and activations rounded at each call, a scale for each token."""
 
-QUICK = (DENSE, "monarch 4 plain", "monarch 4 calibrated", "monarch 4 reconstructed", "int8", "2:4")
+QUICK = (DENSE, "monarch 4 plain", "monarch 4 calibrated", "monarch 4 reconstructed", "unstructured", "int8", "2:4")
 TUNED = {
     "max_autotune": True,
     "coordinate_descent_tuning": True,
@@ -80,7 +85,7 @@ TUNED = {
 
 @dataclass(frozen=True)
 class Way:
-    """One way to convert: options of ``surgery.plan`` and of ``surgery.apply``; a rival has neither, and no step."""
+    """One way to convert: options of ``surgery.plan`` and of ``surgery.apply``; a rival has no architecture, and steps if it prunes."""
 
     family: str
     step: str = ""
@@ -106,21 +111,24 @@ class Way:
 class Rival:
     """One rival. ``convert`` changes the named linear layers of a dense model in place, in any precision and on any device.
 
-    ``store`` then brings them into the form that kernels take, on CUDA. ``kept`` is the share of the layers' weights that are kept.
+    ``store`` then brings them into the form that kernels take, on CUDA. ``kept`` is the share of the layers' weights that are kept, None
+    for as many as ``monarch 4`` has in each layer. ``choose`` chooses the weights that a rival keeps which can also be fitted.
     ``allowed`` is the relative rms error that its outputs may have beside the dense model's; with 0 they are held against the
     converted model in float64. Where ``tunes`` is false the compiler does not tune it, which does not end in three minutes.
     """
 
-    convert: Callable[[nn.Module, Collection[str]], None]
+    convert: Callable[[nn.Module, Mapping[str, int]], None]
     store: Callable[[nn.Module, Collection[str]], None]
-    kept: float = 1.0
+    kept: float | None = 1.0
     allowed: float = 0.0
     tunes: bool = True
+    choose: Choose | None = None
 
-    def params(self, model: nn.Module, linears: Collection[str]) -> int:
+    def params(self, model: nn.Module, linears: Mapping[str, int]) -> int:
         """The parameters of a converted model that are kept, of whatever size each is."""
-        dropped = sum(round((1 - self.kept) * _linear(model, name).weight.numel()) for name in linears)
-        return sum(each.numel() for each in model.parameters()) - dropped
+        sizes = {name: _linear(model, name).weight.numel() for name in linears}
+        kept = sum(linears[name] if self.kept is None else round(self.kept * size) for name, size in sizes.items())
+        return sum(each.numel() for each in model.parameters()) - sum(sizes.values()) + kept
 
     def runs(self, model: nn.Module, linears: Collection[str]) -> dict[str, Run]:
         """The ways to run a converted model on CUDA, of which the fastest counts."""
@@ -132,9 +140,9 @@ class Rival:
         return runs
 
 
-def linears_of(backbone: nn.Module) -> tuple[str, ...]:
-    """The names of the linear layers that every conversion of the table replaces."""
-    return tuple(layer.fqn for layer in surgery.plan(backbone, arch="monarch").replaced)
+def linears_of(backbone: nn.Module) -> dict[str, int]:
+    """The names of the linear layers that every conversion of the table replaces, and how many weights ``monarch 4`` has in each."""
+    return {layer.fqn: layer.weights_after for layer in surgery.plan(backbone, **FAMILIES["monarch 4"]).replaced}
 
 
 def _linear(model: nn.Module, name: str) -> nn.Linear:
@@ -157,14 +165,6 @@ def quantize(model: nn.Module, linears: Collection[str], config: str = INT8) -> 
     quantization.quantize_(model, made, filter_fn=lambda _module, name: name in linears)
 
 
-@torch.no_grad()
-def prune(model: nn.Module, linears: Collection[str]) -> None:
-    """Of each four weights in a row, set the two of least magnitude to zero."""
-    for name in linears:
-        groups = _linear(model, name).weight.unflatten(1, (-1, 4))
-        groups.scatter_(2, groups.abs().topk(2, dim=2, largest=False).indices, 0)
-
-
 def store_sparse(model: nn.Module, linears: Collection[str]) -> None:
     """Bring pruned weights into the form that sparse tensor cores take: float16 or bfloat16, on CUDA."""
     for name in linears:
@@ -178,9 +178,13 @@ def store_sparse(model: nn.Module, linears: Collection[str]) -> None:
 
 RIVALS: Mapping[str, Rival] = {
     COMPILED: Rival(_as_it_is, _as_it_is),
+    "unstructured": Rival(partial(prune, choose=largest), _as_it_is, kept=None, tunes=False, choose=largest),
     "int8": Rival(quantize, _as_it_is, allowed=INT8_ERROR),
-    "2:4": Rival(prune, store_sparse, kept=0.5, tunes=False),
+    "2:4": Rival(partial(prune, choose=two_of_four), store_sparse, kept=0.5, tunes=False, choose=two_of_four),
 }
+"""Unstructured zeros run as a dense model with zeros, in the time of "dense compiled" without the tuning. PyTorch's CSR products in 16 bits
+sum in 16 bits or do not exist; ``factors.py rivals`` times those in float32, which are slower than dense at these densities.
+"""
 
 
 def _steps(family: str) -> tuple[str, ...]:
@@ -189,16 +193,20 @@ def _steps(family: str) -> tuple[str, ...]:
     return SMALLER_RANK_STEPS if family.startswith("rank") else tuple(STEPS)
 
 
+def _rival_steps(rival: Rival) -> tuple[str, ...]:
+    return () if rival.choose is None else PRUNED_STEPS
+
+
 WAYS = (
     Way(DENSE),
     *(Way(family, step, arch, STEPS[step]) for step in STEPS for family, arch in FAMILIES.items() if step in _steps(family)),
-    *map(Way, RIVALS),
+    *(Way(family, step, fitting=STEPS.get(step, {})) for family, rival in RIVALS.items() for step in ("", *_rival_steps(rival))),
 )
 """Rivals come last: one that breaks the process breaks no other way."""
 
 
 def ways_of(text: str | None, *, quick: bool = False) -> tuple[Way, ...]:
-    """The dense model and the ways that a text lists by name, by family or by step; without one all, or a few with ``quick``."""
+    """The dense model and the ways that a text lists by name, else by family or by step; without one all, or a few with ``quick``."""
     if text is None:
         return tuple(way for way in WAYS if not quick or way.name in QUICK)
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -206,7 +214,8 @@ def ways_of(text: str | None, *, quick: bool = False) -> tuple[Way, ...]:
         if not any(part in (way.name, way.family, way.step) for way in WAYS):
             names = ", ".join((DENSE, *FAMILIES, *RIVALS, *STEPS))
             raise OptionError(f"--ways knows no '{part}'; choose families or steps out of {names}, or both as in 'gonon plain'")
-    return tuple(way for way in WAYS if way.family == DENSE or {way.name, way.family, way.step} & set(parts))
+    names = {way.name for way in WAYS} & set(parts)
+    return tuple(way for way in WAYS if way.family == DENSE or way.name in names or {way.family, way.step} & (set(parts) - names))
 
 
 def low_rank(layer: LayerPlan, rank: int | None = None) -> LayerPlan:

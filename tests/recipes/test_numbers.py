@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from torch import nn
@@ -20,9 +21,10 @@ from torch import nn
 from flysurgery import surgery
 from flysurgery.bench.ceilings import work_of
 from flysurgery.bench.variants import by_definition, dense_copy
-from flysurgery.calibration import Samples
+from flysurgery.calibration import Samples, inputs_of
 from flysurgery.checkpoint import build_base
 from flysurgery.errors import FlysurgeryError, OptionError
+from flysurgery.projection import metric_of
 from tests.recipes.conftest import RECIPES, picture
 
 BASE = "vit_tiny_patch16_224"
@@ -132,16 +134,57 @@ def test_measures_of_known_answers() -> None:
 
 
 def test_pruning_keeps_the_two_largest_of_four() -> None:
-    from weight_ways import RIVALS
+    from weight_ways import RIVALS, ways_of
 
+    assert [way.name for way in ways_of("2:4")] == ["dense", "2:4"], "the name of a way means no other of its family"
     model = nn.Sequential(nn.Linear(8, 2), nn.Linear(8, 2))
     weight = torch.tensor([[1.0, -4, 3, 2, 0.5, 0.1, -0.2, 0.3], [0, 0, 0, 7, -1, 1, -2, 2]])
     model.load_state_dict(model.state_dict() | {"0.weight": weight, "1.weight": weight})
-    RIVALS["2:4"].convert(model, ["1"])
+    RIVALS["2:4"].convert(model, {"1": 8})
     assert torch.equal(model.get_parameter("0.weight"), weight)
     first, second = model.get_parameter("1.weight").tolist()
     assert first == pytest.approx([0, -4, 3, 0, 0.5, 0, 0, 0.3]) and second == [0, 0, 0, 7, 0, 0, -2, 2]
-    assert RIVALS["2:4"].params(model, ["1"]) == 2 * 18 - 8 and RIVALS["int8"].params(model, ["1"]) == 36
+    assert RIVALS["2:4"].params(model, {"1": 3}) == 2 * 18 - 8 and RIVALS["int8"].params(model, {"1": 3}) == 36
+
+
+def test_unstructured_pruning_keeps_as_many_weights_as_the_butterfly_and_a_fit_keeps_the_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pruning import largest, prune_to_inputs, two_of_four
+    from weight_ways import FAMILIES, RIVALS, linears_of
+
+    torch.manual_seed(0)
+    dense = timm.create_model("test_vit", num_classes=0, img_size=32, patch_size=8, depth=2)
+    linears, samples = linears_of(dense), Samples(torch.randn(10, 3, 32, 32))
+    model, fitted, reconstructed = (copy.deepcopy(dense) for _ in range(3))
+    RIVALS["unstructured"].convert(model, linears)
+    monkeypatch.setattr("flysurgery.fidelity.reconstruction._affordable", lambda *_: 20)
+    prune_to_inputs(fitted, linears, largest, samples)
+    done = prune_to_inputs(reconstructed, linears, largest, samples, minutes=5)
+    last = after = torch.empty(0)
+    for name, kept in linears.items():
+        old, new, after, last = (each.get_parameter(f"{name}.weight").detach() for each in (dense, model, fitted, reconstructed))
+        assert new.count_nonzero() == after.count_nonzero() == kept
+        assert torch.equal(new[new != 0], old[new != 0]) and float(old[new == 0].abs().max()) <= float(new[new != 0].abs().min())
+        assert torch.equal(last != 0, after != 0), "masked weights stay zero"
+    assert done is not None and done.kept and not torch.equal(last, after) and type(reconstructed.blocks[0].mlp.fc2) is nn.Linear  # pyright: ignore
+    surgery.apply(surgery.plan(dense, **FAMILIES["monarch 4"]), dense)
+    assert RIVALS["unstructured"].params(model, linears) == sum(each.numel() for each in dense.parameters())
+    prune_to_inputs(model, linears, two_of_four, samples)
+    assert all(int((model.get_parameter(f"{name}.weight").unflatten(1, (-1, 4)) != 0).sum(2).max()) == 2 for name in linears)
+
+
+def test_a_fit_of_kept_weights_is_the_least_squares_solution() -> None:
+    from pruning import largest, prune_to_inputs
+
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(6, 5))
+    x = torch.randn(400, 6) @ torch.randn(6, 6) + torch.randn(6)
+    model = copy.deepcopy(dense)
+    prune_to_inputs(model, {"0": 12}, largest, Samples(x))
+    moments = inputs_of(dense, {"0": 1}, Samples(x))["0"].fit
+    wanted, found = (each.get_parameter("0.weight").detach() for each in (dense, model))
+    error = (wanted - found).double() @ metric_of(moments, bias=True).gram
+    assert float(error[found != 0].abs().max()) < 1e-4 < float(error.abs().max())
+    assert torch.allclose(dense(moments.mean.float()), model(moments.mean.float()), atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -150,7 +193,7 @@ def test_sparse_weights_multiply_as_a_dense_matrix_with_zeros() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 192), nn.GELU(), nn.Linear(192, 64)).cuda().half().requires_grad_(False)
-    RIVALS["2:4"].convert(model, ["0", "2"])
+    RIVALS["2:4"].convert(model, {"0": 0, "2": 0})
     x = torch.randn(4, 64, 64, device="cuda", dtype=torch.half)
     with torch.inference_mode():
         wanted = copy.deepcopy(model).double()(x.double())

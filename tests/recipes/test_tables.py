@@ -187,16 +187,16 @@ def given(tmp_path: Path) -> tuple[object, ...]:
 
 
 def test_rows_of_real_weights(run_recipe: RunRecipe, given: tuple[object, ...], tmp_path: Path) -> None:
-    ways = ("monarch 4 plain", "monarch 4 calibrated", "monarch 4 reconstructed")
-    dense, plain, calibrated, reconstructed = first = run_recipe("real_weights.py", *given, "--ways", ",".join(ways))
+    ways = ("monarch 4 plain", "monarch 4 calibrated", "monarch 4 reconstructed", "unstructured calibrated")
+    dense, plain, calibrated, reconstructed, pruned = first = run_recipe("real_weights.py", *given, "--ways", ",".join(ways))
     assert [row["way"] for row in first] == ["dense", *ways] and reconstructed["minutes"] == "0.05"
     assert float(dense["cls"]) == float(dense["patch"]) == float(dense["nearest"]) == 1 and float(dense["relative_error"]) == 0
     assert float(plain["cls"]) < float(calibrated["cls"]) < 1
-    assert float(plain["params"]) == float(calibrated["params"]) < float(dense["params"])
+    assert float(plain["params"]) == float(calibrated["params"]) == float(pruned["params"]) < float(dense["params"])
     plot = tmp_path / "curve.png"
     second = run_recipe("real_weights.py", *given, "--ways", ",".join(ways), "--seeds", "2", "--plot", plot)
-    assert second[:4] == first and plot.stat().st_size > 5000, "rows that are there stay"
-    assert [(row["way"], row["seed"]) for row in second[4:]] == [(way, "1") for way in ways[1:]], "what is random"
+    assert second[:5] == first and plot.stat().st_size > 5000, "rows that are there stay"
+    assert [(row["way"], row["seed"]) for row in second[5:]] == [(way, "1") for way in ways[1:]], "what is random"
 
 
 def test_rows_are_published_beside_those_of_other_tables(run_recipe: RunRecipe, run_program: object, tmp_path: Path) -> None:
