@@ -217,8 +217,10 @@ def draw(records: Sequence[Record], plot: Path) -> None:
     labels = {"ms": "ms, 128 images, fp16", "params": "parameters of the backbone, millions"}
     columns = [column for column in labels if any(pd.notna(each[column]) for each in entries)]
     figure, grid = pyplot().subplots(1, len(columns), figsize=(6.5 * len(columns), 5), layout="constrained", squeeze=False)
+    families = dict.fromkeys(each["family"] for each in entries if each["family"] not in (DENSE, *RIVALS))
+    colours = {family: f"C{index}" for index, family in enumerate(families)}
     for axes, column in zip(grid[0], columns, strict=True):
-        bottom = _draw_panel(axes, [each for each in entries if pd.notna(each[column])], column)
+        bottom = _draw_panel(axes, [each for each in entries if pd.notna(each[column])], column, colours)
         axes.set(xlabel=labels[column], ylabel="cosine of the class token with the dense model's")
         axes.set(xlim=(0, None), ylim=(bottom, 1 + 0.05 * (1 - bottom)))
         axes.grid(alpha=0.3)
@@ -230,19 +232,19 @@ def draw(records: Sequence[Record], plot: Path) -> None:
     save(figure, plot)
 
 
-def _draw_panel(axes: Any, entries: Sequence[Mapping[str, Any]], column: str) -> float:
+def _draw_panel(axes: Any, entries: Sequence[Mapping[str, Any]], column: str, colours: Mapping[str, str]) -> float:
     """A line for each family, a mark for each step and each rival; the lower edge.
 
     A rival below all families stands at the lower edge, beside its cosine.
     """
-    families = list(dict.fromkeys(each["family"] for each in entries if each["family"] not in (DENSE, *RIVALS)))
-    for family in families:
+    shown = {each["family"] for each in entries} & colours.keys()
+    for family, colour in ((family, colours[family]) for family in colours if family in shown):
         own = sorted((each for each in entries if each["family"] == family), key=lambda each: each["cls"])
-        (line,) = axes.plot([each[column] for each in own], [each["cls"] for each in own], linewidth=0.8, label=family)
+        axes.plot([each[column] for each in own], [each["cls"] for each in own], color=colour, linewidth=0.8, label=family)
         for each in own:
             spread = [[each["cls"] - each["least"]], [each["most"] - each["cls"]]]
-            axes.errorbar([each[column]], [each["cls"]], spread, color=line.get_color(), marker=MARKS[each["step"]], markersize=5)
-    bottom = axes.get_ylim()[0] if families else 0.0
+            axes.errorbar([each[column]], [each["cls"]], spread, color=colour, marker=MARKS[each["step"]], markersize=5)
+    bottom = axes.get_ylim()[0] if shown else 0.0
     if column == "ms":
         dense = {"dense, optimized": [each["dense_optimized_ms"] for each in entries], DENSE: [each["dense_ms"] for each in entries]}
     else:
