@@ -125,6 +125,7 @@ def reconstruct(
         try:
             with Step(student, teacher, samples.to_view(), cuts, settings, rate, processes.average) as step:
                 torch.manual_seed(settings.seed + APART * processes.rank)
+                step.modes = processes.agreed(step.modes)
                 step.capture()
                 updates = processes.agreed(_affordable(step, settings, perf_counter() - started, device))
                 step.expect(updates * settings.batch * processes.count)

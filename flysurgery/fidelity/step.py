@@ -54,6 +54,8 @@ class Step(contextlib.AbstractContextManager["Step"]):
         self._mine = Pull(self._student, self._theirs.values, used, REACH)
         self._mine.taught = self._taught = torch.zeros((), device=self._device)
         self._dropout = find_patch_dropout(teacher, views(*self._source.draw(), self._varied)[:LOOKED_AT], used)
+        self.modes = (False,) if self._dropout is None else (False, True)
+        """Values of ``thinned`` that make a difference. Processes that work together need the same, as each update exchanges gradients."""
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
 
     def __enter__(self) -> Step:
@@ -65,11 +67,6 @@ class Step(contextlib.AbstractContextManager["Step"]):
         self._mine.__exit__(None, None, None)
         self._theirs.__exit__(None, None, None)
         self._graphs.clear()
-
-    @property
-    def modes(self) -> tuple[bool, ...]:
-        """Values of ``thinned`` that make a difference."""
-        return (False,) if self._dropout is None else (False, True)
 
     def expect(self, views: int) -> None:
         """Set how much the views of a picture differ, by how many views of all pictures there will be."""
@@ -83,7 +80,7 @@ class Step(contextlib.AbstractContextManager["Step"]):
         self._rate.fill_(share * self._highest)
         self._taught.fill_(taught)
         self._source.advance()
-        thinned = thinned and self._dropout is not None
+        thinned = thinned and True in self.modes
         if self._graphs:
             self._graphs[thinned].replay()
         else:

@@ -15,6 +15,7 @@ from flysurgery.calibration import Samples
 from flysurgery.fidelity import Settings, Stream, measure_fidelity, reconstruct, step
 from flysurgery.fidelity.any_tokens import find_patch_dropout
 from flysurgery.fidelity.patch_dropout import PatchDropout
+from flysurgery.fidelity.processes import Processes
 from flysurgery.walker import example_input, find_cuts, survey
 from tests.fidelity.test_reconstruct import images
 
@@ -69,7 +70,13 @@ def test_fixed_tokens_stay_and_each_sample_keeps_others_of_its_own() -> None:
     assert not torch.equal(dropout(stream)[..., 0], kept)
 
 
-def test_a_reconstruction_sees_fewer_tokens_at_first_and_all_of_them_where_it_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_a_reconstruction_sees_fewer_tokens_at_first_and_all_of_them_where_it_is_judged(
+    is_agreed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another process, whose word counts, sees all of them."""
+    if not is_agreed:
+        monkeypatch.setattr(Processes, "agreed", lambda _, value: (False,) if isinstance(value, tuple) else value)
     monkeypatch.setattr("flysurgery.fidelity.reconstruction._affordable", lambda *_: 40)
     torch.manual_seed(0)
     teacher = VIT().eval()
@@ -81,6 +88,6 @@ def test_a_reconstruction_sees_fewer_tokens_at_first_and_all_of_them_where_it_is
     samples, cuts = Samples(images(40)), find_cuts(survey(teacher))
     done = reconstruct(student, teacher, samples, cuts, Settings(minutes=60, batch=8))
     updates = tokens[:: len(tokens) // 40]
-    assert updates == [33] * 28 + [65] * 12
+    assert updates == ([33] * 28 if is_agreed else [65] * 28) + [65] * 12
     assert done.after.relative_error < done.before.relative_error
     assert measure_fidelity(student, teacher, samples.held_out(), cuts).relative_error == pytest.approx(done.after.relative_error, rel=1e-4)
