@@ -36,11 +36,6 @@ LOOKS = 8
 APART = 1_000_003
 """The distance between the seeds of two processes, larger than that between seeds of users."""
 
-THINNED = 0.7
-"""The share of a run, from its beginning, whose updates see a part of each image's tokens, where the model takes any set of tokens. In a
-pair of trials of 30 seconds with a quarter of the photographs the class token gains .007 and more, see the table of trials. No other share
-was tried."""
-
 SLACK = 0.1
 """The share of the budget by which a run may be late; beyond it the schedule follows the clock."""
 
@@ -134,7 +129,7 @@ def reconstruct(
                     # a machine that becomes slower still ends in time
                     spent = processes.agreed((perf_counter() - started) / (60 * settings.minutes))
                     share = min(1.0, max(done / (updates + 1), spent - SLACK))
-                    step.update(_share(share), TAUGHT * (1 - share), thinned=share < THINNED)
+                    step.update(_share(share), TAUGHT * (1 - share), thinned=share < settings.thinned)
                     ends = spent - SLACK >= 1
                     if done in looks or ends:
                         step.settle()
@@ -165,7 +160,7 @@ def _affordable(step: Step, settings: Settings, spent: float, device: torch.devi
             step.update(0.0, thinned=thinned)
         _wait(device)
         seconds[thinned] = (perf_counter() - started) / TIMED
-    each = THINNED * seconds.get(True, seconds[False]) + (1 - THINNED) * seconds[False]
+    each = settings.thinned * seconds.get(True, seconds[False]) + (1 - settings.thinned) * seconds[False]
     return max(1, int((60 * settings.minutes - spent - (perf_counter() - begun)) * 0.97 / each))
 
 

@@ -53,7 +53,9 @@ class Step(contextlib.AbstractContextManager["Step"]):
         self._theirs = Stream(self._teacher, used)
         self._mine = Pull(self._student, self._theirs.values, used, REACH)
         self._mine.taught = self._taught = torch.zeros((), device=self._device)
-        self._dropout = find_patch_dropout(teacher, views(*self._source.draw(), self._varied)[:LOOKED_AT], used)
+        self._dropout = None
+        if settings.thinned:
+            self._dropout = find_patch_dropout(teacher, views(*self._source.draw(), self._varied)[:LOOKED_AT], used)
         self.modes = (False,) if self._dropout is None else (False, True)
         """Values of ``thinned`` that make a difference. Processes that work together need the same, as each update exchanges gradients."""
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}

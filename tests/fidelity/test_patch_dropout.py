@@ -57,6 +57,10 @@ def test_only_blocks_that_know_no_places_get_fewer_tokens(make: Any, fixed: int,
     assert len(blocks) == 2 and all(each.shape == (4, found.tokens, 48) for each in blocks)
 
 
+def test_only_gpus_make_enough_updates_to_gain_by_it() -> None:
+    assert [Settings.on(torch.device(kind)).thinned for kind in ("cuda", "cpu")] == [0.7, 0.0]
+
+
 def test_fixed_tokens_stay_and_each_sample_keeps_others_of_its_own() -> None:
     fixed, others = torch.tensor([0, 5]), torch.tensor([number for number in range(40) if number not in (0, 5)])
     dropout, stream = PatchDropout(fixed, others, 10), torch.arange(40.0)[None, :, None].expand(6, 40, 3)
