@@ -30,9 +30,9 @@ def find_patch_dropout(
 ) -> PatchDropout | None:
     """Find out by three forwards whether ``model`` may leave out tokens behind its cut of kind "start"; None where it needs all.
 
-    Tokens that are the same in all samples follow from no image, such as a class token; they stay. With the others in another order every
-    later stream must be the same in this order: then no block knows of places, as one with windows, convolutions or relative positions
-    does. And the model must take fewer tokens.
+    Tokens that are equal in all samples do not depend on the image, such as a class token; they stay. The others are put into another
+    order. Every later stream must then be the same in that order, which fails where blocks have windows, convolutions or relative
+    positions. The model must also run with fewer tokens.
     """
     start = next((number for number, cut in enumerate(cuts) if cut.kind == "start" and cut.side == "output"), None)
     if start is None or len(cuts[start].shape) != 3:

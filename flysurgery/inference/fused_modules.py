@@ -257,7 +257,7 @@ class PatchesStep(Step):
         return operation.wrong_sizes(x) or _as_image(operation.by_product(x), x, operation)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
-        return self.convolution.forward(x)  # likewise
+        return self.convolution.forward(x)  # its hooks are run by what replaces it
 
 
 class EmbeddingStep(Step):
