@@ -1,5 +1,6 @@
 """How close a converted model's outputs are to the dense model's, and how to bring them closer."""
 
+from flysurgery.fidelity.captured import Captured as Captured
 from flysurgery.fidelity.copies import Copied as Copied
 from flysurgery.fidelity.measure import ENOUGH as ENOUGH
 from flysurgery.fidelity.measure import Fidelity as Fidelity

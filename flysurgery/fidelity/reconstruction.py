@@ -120,8 +120,7 @@ def reconstruct(
         try:
             with Step(student, teacher, samples.to_view(), cuts, settings, rate, processes.average) as step:
                 torch.manual_seed(settings.seed + APART * processes.rank)
-                step.modes = processes.agreed(step.modes)
-                step.capture()
+                step.warm_up()
                 updates = processes.agreed(_affordable(step, settings, perf_counter() - started, device))
                 step.expect(updates * settings.batch * processes.count)
                 looks = moments(updates, LOOKS)
@@ -129,10 +128,9 @@ def reconstruct(
                     # a machine that becomes slower still ends in time
                     spent = processes.agreed((perf_counter() - started) / (60 * settings.minutes))
                     share = min(1.0, max(done / (updates + 1), spent - SLACK))
-                    step.update(_share(share), TAUGHT * (1 - share), thinned=share < settings.thinned)
+                    step.update(_share(share), TAUGHT * (1 - share))
                     ends = spent - SLACK >= 1
                     if done in looks or ends:
-                        step.settle()
                         found = judged()
                         history.append((done, found.relative_error))
                         if found.relative_error < after.relative_error:
@@ -151,17 +149,13 @@ def reconstruct(
 
 def _affordable(step: Step, settings: Settings, spent: float, device: torch.device) -> int:
     """Measure how many updates fit into the rest of the budget, by the time of a few at a rate of zero."""
-    begun, seconds = perf_counter(), dict[bool, float]()
-    for thinned in step.modes:
-        step.update(0.0, thinned=thinned)
-        _wait(device)
-        started = perf_counter()
-        for _ in range(TIMED):
-            step.update(0.0, thinned=thinned)
-        _wait(device)
-        seconds[thinned] = (perf_counter() - started) / TIMED
-    each = settings.thinned * seconds.get(True, seconds[False]) + (1 - settings.thinned) * seconds[False]
-    return max(1, int((60 * settings.minutes - spent - (perf_counter() - begun)) * 0.97 / each))
+    _wait(device)
+    started = perf_counter()
+    for _ in range(TIMED):
+        step.update(0.0)
+    _wait(device)
+    each = (perf_counter() - started) / TIMED
+    return max(1, int((60 * settings.minutes - spent) * 0.97 / each))
 
 
 def _share(done: float) -> float:

@@ -14,14 +14,6 @@ MINUTES = {"cuda": 1.0, "cpu": 20.0}
 VIEWS = {"cuda": 64, "cpu": 8}
 """Views of an update, by the kind of device. A CPU makes few updates; with few views each it makes more."""
 
-THINNED = {"cuda": 0.7, "cpu": 0.0}
-"""The share of a run, from its beginning, whose updates see a part of each image's tokens, where the model takes any set of tokens.
-
-In a trial of 30 seconds on a GPU, some 500 views of each picture, the class token has .932. Three trials with all tokens have .920 to
-.925; one of them lost time to compiling, the others had noise in the stream, so no pair is clean. On two cores, with some 40 views of
-each picture, one run loses .005. No other share was tried.
-"""
-
 REACH = 0.5
 """The share of the gradient that passes from a block to the one before it, see ``Pull``. In the trials it is better than 0 and 1."""
 
@@ -42,8 +34,6 @@ HIGHEST_RATE, LEAST_RATE = 7e-3, 0.5e-3
 class Settings:
     """The choices of one reconstruction. ``batch`` counts the views of one update; ``rate`` is that of a start with an error of 1.
 
-    ``thinned`` is the share of the updates, the first ones, that see a part of each image's tokens.
-
     The trials behind the defaults are in ``recipes/results/real_weights_trials_h200.csv``.
 
     Raises:
@@ -54,13 +44,12 @@ class Settings:
     batch: int = VIEWS["cuda"]
     rate: float = HIGHEST_RATE
     seed: int = 0
-    thinned: float = THINNED["cuda"]
 
     @classmethod
     def on(cls, device: torch.device, minutes: float | None = None, seed: int = 0) -> Settings:
         """Choose the settings for a device, with its default budget where no minutes are given."""
         kind = device.type if device.type in MINUTES else "cpu"
-        return cls(MINUTES[kind] if minutes is None else minutes, VIEWS[kind], seed=seed, thinned=THINNED[kind])
+        return cls(MINUTES[kind] if minutes is None else minutes, VIEWS[kind], seed=seed)
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes < float("inf"):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import SurgeryError
-from flysurgery.fidelity.patch_dropout import PatchDropout
 from flysurgery.walker import Cut
 
 Seen = Callable[[int, Tensor], Tensor | None]
@@ -22,12 +21,11 @@ class Stream(AbstractContextManager["Stream"]):
     """Keeps the tensors at ``cuts`` of a model's last forward in ``values``, as long as the ``with`` block lasts.
 
     ``seen`` is called with each of them. Hooks on the modules do it; the model stays as it is, and so do its numbers where ``seen`` gives
-    None. While there is a ``dropout``, the blocks get those tokens that it leaves of the stream at the cut of kind "start".
+    None.
     """
 
     def __init__(self, model: nn.Module, cuts: Sequence[Cut], seen: Seen | None = None) -> None:
         self.values: dict[int, Tensor] = {}
-        self.dropout: PatchDropout | None = None
         self._model, self._cuts, self._seen = model, cuts, seen
         self._handles: list[Any] = []
 
@@ -61,18 +59,14 @@ class Stream(AbstractContextManager["Stream"]):
 
     def _keep(self, number: int, candidates: Sequence[object]) -> tuple[Tensor, Tensor | None]:
         """Keep the tensor at a cut; gives it, and what goes on in its place."""
-        cut = self._cuts[number]
-        sides = [cut.shape[1:]]
-        if self.dropout is not None:
-            sides.append((self.dropout.tokens, *cut.shape[2:]))
+        wanted = self._cuts[number].shape
         for tensor in candidates:
             # the batch may differ from the example's, and with it a first side that windows are folded into
-            if isinstance(tensor, Tensor) and tensor.ndim == len(cut.shape) and tensor.shape[1:] in sides:
+            if isinstance(tensor, Tensor) and tensor.ndim == len(wanted) and tensor.shape[1:] == wanted[1:]:
                 self.values[number] = tensor.detach()  # which keeps no graph and no activations alive
-                changed = None if self._seen is None else self._seen(number, tensor)
-                return tensor, self.dropout(tensor) if self.dropout is not None and cut.kind == "start" else changed
-        shape = ", ".join(map(str, cut.shape[1:]))
-        raise SurgeryError(f"{cut.fqn} was traced with an {cut.side} of shape (batch, {shape}) and has none now")
+                return tensor, None if self._seen is None else self._seen(number, tensor)
+        cut = self._cuts[number]
+        raise SurgeryError(f"{cut.fqn} was traced with an {cut.side} of shape (batch, {', '.join(map(str, wanted[1:]))}) and has none now")
 
 
 class Pull(Stream):

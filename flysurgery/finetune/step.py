@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flysurgery.errors import InferenceError, OptionError, WalkError
-from flysurgery.fidelity import Copied, Muon, relative_error
+from flysurgery.fidelity import Captured, Copied, Muon, relative_error
 from flysurgery.fidelity import parameter_groups as groups_of_muon
-from flysurgery.finetune.captured import Captured
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import MUON, Settings
 from flysurgery.finetune.teacher import Teacher, as_tensor

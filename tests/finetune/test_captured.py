@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flysurgery.fidelity.captured import WARM_UP, Captured
 from flysurgery.finetune import step
-from flysurgery.finetune.captured import WARM_UP, Captured
 from flysurgery.surgery import is_optimized
 from tests.finetune.conftest import rows
 from tests.finetune.test_run import QUICK, UNLABELLED, check_resumed, taught, train, training_data
