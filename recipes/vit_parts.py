@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import timm
 import torch
@@ -14,10 +16,12 @@ from torch import Tensor, nn
 from vit_units import parts, vit_sizes
 
 import flysurgery
-from flysurgery.bench import TIMED_MODES, Case
+from flysurgery import surgery
+from flysurgery.bench import TIMED_MODES, Case, Record
 from flysurgery.bench.ceilings import Work
 from flysurgery.bench.measuring import checked_rows, one_line
 from flysurgery.bench.variants import by_definition, chosen_backends, definitions, dense_copy, fused_modules, problems, swapped
+from flysurgery.finetune import Settings, train, training_data
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import BACKENDS, ks_linear
 
@@ -259,3 +263,27 @@ def step_case(
         plain, _, kind = name.partition(" ")
         runs[name] = step(models[plain], kind)
     return Case(runs, x, {name: truths[name.split()[0]] for name in candidates})
+
+
+FINETUNED = ("one by one", "captured", "fused and captured")
+"""How finetune's updates run: launch by launch, as one CUDA graph, and as one with fused modules in model and teacher."""
+
+
+def finetune_rows(_place: Place, *, model: str, student: str, updates: str, batch: int, steps: int) -> list[Record]:
+    """The speed of ``finetune`` with a dense teacher, on generated images, as ``train`` runs it but for what ``updates`` says."""
+    torch.manual_seed(0)
+    teacher = timm.create_model(model, num_classes=100)
+    learner = dense_copy(teacher)
+    if student != "dense":
+        surgery.apply(surgery.plan(learner, student), learner)
+    settings = Settings(epochs=1, batch_size=batch, images_per_epoch=batch * steps, precision="bf16")
+    ways = [mock.patch.object(Settings, "pays_fusing", return_value=updates == FINETUNED[2])]
+    if updates == FINETUNED[0]:
+        ways.append(mock.patch("flysurgery.finetune.step._can_be_captured", return_value=False))
+    torch.cuda.reset_peak_memory_stats()
+    with ExitStack() as stack:
+        for way in ways:
+            stack.enter_context(way)
+        done = train(learner, training_data("fractals", learner, settings), settings, teacher=teacher)
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return [{"images_per_second": done.images_per_second, "seconds": done.seconds, "loss": done.loss, "peak_gib": peak}]

@@ -16,6 +16,7 @@ The tables:
     headline   the main ones of these: ViT-S/16 with 128 images and with one, and ViT-B/16, in fp16
     training   a training step (forward, backward, fused AdamW, bfloat16 autocast), called from Python one by one, also through
                torch.compile, and ten in a row, and as a CUDA graph. Errors are those of a gradient
+    finetune   images a second of flysurgery finetune, with a dense teacher and bfloat16 autocast; fused modules are for long runs
 
 Random weights: no time depends on their values. Protocol ``paper``: separate q, k and v, attention written out, no compiler. Protocol
 ``today``: timm's model, one qkv, ``scaled_dot_product_attention``, also through ``torch.compile``. Each ratio is to dense in the same run
@@ -24,8 +25,9 @@ are those of the outputs against float64; a candidate that is wrong gets no time
 product, measured in the same run, allow. --joules measures those of a batch too, from NVML's counter over windows of a second of replayed
 graphs. --arch takes gonon (widths that are multiples of 24), monarch and lowrank, --model any ViT of timm.
 
-Needs any device; optimized, headline and training a CUDA device, cpu a quiet CPU and half an hour.
-Rows: recipes/results/vits.csv, recipes/results/optimized_vits.csv, recipes/results/training_h200.csv
+Needs any device; optimized, headline, training and finetune a CUDA device, cpu a quiet CPU and half an hour.
+Rows: recipes/results/vits.csv, recipes/results/optimized_vits.csv, recipes/results/training_h200.csv,
+recipes/results/finetune_h200.csv
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from functools import partial
 from typing import Any
 
 from recipe import VIT_S, Place, Table, run
-from vit_parts import INT8, PAPER, PAPER_SHARES, TRAINED, part_case, share_case, training_case
+from vit_parts import FINETUNED, INT8, PAPER, PAPER_SHARES, TRAINED, finetune_rows, part_case, share_case, training_case
 from vit_units import PROTOCOLS, parts
 
 from flysurgery.bench import Record
@@ -115,6 +117,19 @@ TABLES = {
         keep=lambda place, head: head["launch"] == "eager" or (place.on_cuda and head["steps"] == 1),
         needs_cuda=True,
         seconds=2.0,
+    ),
+    "finetune": Table(
+        {
+            "model": (VIT_S, "vit_base_patch16_224"),
+            "student": ("dense", "gonon", "monarch"),
+            "updates": FINETUNED,
+            "batch": (128,),
+            "steps": (150,),
+        },
+        rows=finetune_rows,
+        columns=("images_per_second", "seconds", "loss", "peak_gib"),
+        free=("model", "student"),
+        needs_cuda=True,
     ),
 }
 
