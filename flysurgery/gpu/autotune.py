@@ -18,8 +18,7 @@ from flysurgery.gpu.device import device_obstacle, shared_limit_of
 from flysurgery.gpu.doubt import doubt
 from flysurgery.gpu.fused import KINDS, FusedLinear
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.table import TunedCase, TunedEntry, save_entries
-from flysurgery.gpu.tuning_record import recording
+from flysurgery.gpu.table import TunedCase, TunedEntry, recording, save_entries
 
 _MAX_CANDIDATES = 12
 _REPLAYS = 9

@@ -11,7 +11,7 @@ from flysurgery.factors import architecture_of, ks_einsum
 from flysurgery.gpu.fused import fused_kernel
 from flysurgery.gpu.layer_norm import NormParts
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.tuning_record import meet
+from flysurgery.gpu.table import meet
 from flysurgery.gpu.weight_cache import derived_for_launch
 
 

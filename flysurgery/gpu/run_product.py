@@ -9,8 +9,7 @@ from torch import Tensor
 
 from flysurgery.gpu.kernel import current_device
 from flysurgery.gpu.product import Product, product_of
-from flysurgery.gpu.table import chosen_by_table, rows_bucket
-from flysurgery.gpu.tuning_record import meet
+from flysurgery.gpu.table import chosen_by_table, meet, rows_bucket
 from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Architecture, Pattern
 

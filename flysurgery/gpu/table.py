@@ -1,4 +1,4 @@
-"""The table of autotuned configurations: the shipped one, and the user's own, which comes first."""
+"""The table of autotuned configurations: the shipped one, and the user's own, which comes first; and a record of what to autotune."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from flysurgery.errors import PatternError
+from flysurgery.gpu.doubt import doubt
 from flysurgery.gpu.folder import cache_folder, warn_unwritable
 from flysurgery.patterns import Architecture
 
@@ -146,3 +149,34 @@ def _read(path: Path) -> list[TunedEntry]:
         return [TunedEntry.from_json(fields) for fields in table["entries"]] if table["schema"] == SCHEMA else []
     except (OSError, ValueError, KeyError, TypeError, PatternError):
         return []
+
+
+class Tunable(Protocol):
+    """Kernels with configurations to choose from."""
+
+    device_index: int
+
+    def cases(self, rows: int) -> list[TunedCase]:
+        """The cases to autotune for calls with this many rows."""
+        ...
+
+
+_met: dict[tuple[Tunable, int], None] | None = None
+
+
+def meet(kernels: Tunable, x: Tensor) -> None:
+    """Record that kernels run on the rows of x, if a recording is active."""
+    if _met is not None:
+        _met[kernels, x.numel() // x.shape[-1]] = None
+
+
+@contextmanager
+def recording() -> Iterator[dict[tuple[Tunable, int], None]]:
+    """Record the kernels that all threads run inside the block, in order."""
+    global _met
+    _met = {}
+    doubt()  # a repeated call would record nothing
+    try:
+        yield _met
+    finally:
+        _met = None
