@@ -3,8 +3,8 @@
 from flysurgery.gpu.replay.remembered_calls import Repeating as Repeating
 from flysurgery.gpu.replay.remembered_calls import forget_moved as forget_moved
 from flysurgery.gpu.sealed import Seal as Seal
-from flysurgery.gpu.taken import taking as taking
 from flysurgery.gpu.weight_cache import forget_derived as forget_derived
+from flysurgery.gpu.weight_cache import taking as taking
 from flysurgery.ops.attend import Attention as Attention
 from flysurgery.ops.attention_gradient import attended as attended
 from flysurgery.ops.backend import Backend as Backend
