@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.gradients import all_gradients, input_gradient, layer_gradients
-from flysurgery.gpu.run_product import run_product
+from flysurgery.gpu.product import run_product
 
 
 class EagerLinear(torch.autograd.Function):

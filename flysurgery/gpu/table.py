@@ -7,7 +7,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from flysurgery.gpu.folder import cache_folder, warn_unwritable
 from flysurgery.patterns import Architecture
 
 SCHEMA = 1
-Config = TypeVar("Config")
 Chosen = TypeVar("Chosen")
 Given = ParamSpec("Given")
 _REMEMBERED = 4096
@@ -92,13 +91,6 @@ def tuned_config(kernel: str, architecture: Architecture, mode: str, linears: in
     if not entries:
         return None
     return min(entries.values(), key=lambda entry: abs(math.log(entry.case.rows / max(rows, 1)))).config
-
-
-def matching(fields: dict[str, Any] | None, candidates: Callable[[], Sequence[Config]]) -> Config | None:
-    """The candidate that a table's entry describes; None without an entry, or if the kernels of this version have no such candidate."""
-    if fields is None:
-        return None
-    return next((config for config in candidates() if asdict(config) == fields), None)  # pyright: ignore[reportArgumentType]
 
 
 def save_entries(entries: Iterable[TunedEntry]) -> Path:

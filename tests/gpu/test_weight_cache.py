@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 from flysurgery.gpu import weight_cache as derivation
 from flysurgery.gpu.autograd import EagerLinear
-from flysurgery.gpu.run_product import run_product
+from flysurgery.gpu.product import run_product
 from flysurgery.gpu.weight_cache import derived, forget_derived, taking
 from flysurgery.patterns import Architecture
 from tests.gpu.emulation import EmulatedProduct
