@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from flysurgery.gpu import weight_cache as derivation
-from flysurgery.gpu.autograd import EagerLinear
+from flysurgery.gpu.gradients import EagerLinear
 from flysurgery.gpu.product import run_product
 from flysurgery.gpu.weight_cache import derived, forget_derived, taking
 from flysurgery.patterns import Architecture
