@@ -11,6 +11,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from flysurgery.gpu.attention import ring_attention
 from flysurgery.gpu.block_linear import ACTIVATIONS
 from flysurgery.gpu.compile import compile_cubin, kernel_path
 from flysurgery.gpu.dense_tiling import Patch, dense_tiling, stream_tiling
@@ -21,7 +22,6 @@ from flysurgery.gpu.ffn_tiling import ffn_tiling
 from flysurgery.gpu.fused_configs import configs
 from flysurgery.gpu.kernel import ARCH
 from flysurgery.gpu.modes import MODE_NUMBERS
-from flysurgery.gpu.ring_attention import ring_attention
 from flysurgery.gpu.single_choice import candidates
 from flysurgery.gpu.single_tiling import SingleTiling
 from flysurgery.gpu.some_rows_tiling import some_rows_tiling
