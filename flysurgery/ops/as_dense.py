@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.factor_gradients import factor_gradients
-from flysurgery.gpu.multiply_out import multiplied_out
 from flysurgery.gpu.weight_cache import derived
+from flysurgery.gpu.weight_space import factor_gradients, multiplied_out
 from flysurgery.ops.launches import alike
 from flysurgery.ops.parts import Dense, FusedFactors, Linear, present
 
