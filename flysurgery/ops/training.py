@@ -14,8 +14,7 @@ from torch import Tensor
 
 from flysurgery.gpu.doubt import doubt_trained
 from flysurgery.gpu.gradients import summed
-from flysurgery.gpu.layer_norm import present_norm
-from flysurgery.gpu.norm_gradient import NormGradient, norm_gradient
+from flysurgery.gpu.layer_norm import NormGradient, norm_gradient, present_norm
 from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
 from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
 from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward
