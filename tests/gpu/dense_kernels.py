@@ -14,8 +14,7 @@ from flysurgery.gpu import some_rows
 from flysurgery.gpu.dense import run_dense
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.few_rows import Weights, run_few_rows
-from flysurgery.gpu.some_rows import run_some_rows
-from flysurgery.gpu.some_rows_tiling import SomeRowsTiling, some_rows_tiling, some_rows_tilings
+from flysurgery.gpu.some_rows import SomeRowsTiling, run_some_rows, some_rows_tiling, some_rows_tilings
 from flysurgery.patterns import Pattern
 from tests.support.tolerance import ARITHMETICS, Arithmetic
 

@@ -23,7 +23,7 @@ from flysurgery.gpu.kernel import ARCH
 from flysurgery.gpu.modes import MODE_NUMBERS
 from flysurgery.gpu.single_choice import candidates
 from flysurgery.gpu.single_tiling import SingleTiling
-from flysurgery.gpu.some_rows_tiling import some_rows_tiling
+from flysurgery.gpu.some_rows import some_rows_tiling
 from flysurgery.gpu.tiling import tiling
 from flysurgery.gpu.transposition import Transposition
 from flysurgery.gpu.weight_space import macros
