@@ -21,11 +21,11 @@ from flysurgery.gpu.ffn_tiling import ffn_tiling
 from flysurgery.gpu.fused_configs import configs
 from flysurgery.gpu.kernel import ARCH
 from flysurgery.gpu.modes import MODE_NUMBERS
+from flysurgery.gpu.single_by_bmm import Transposition
 from flysurgery.gpu.single_choice import candidates
 from flysurgery.gpu.single_tiling import SingleTiling
 from flysurgery.gpu.some_rows import some_rows_tiling
 from flysurgery.gpu.tiling import tiling
-from flysurgery.gpu.transposition import Transposition
 from flysurgery.gpu.weight_space import macros
 from flysurgery.gpu.wide_ffn import wide_middle, wide_tilings
 from flysurgery.gpu.wide_group import group_tilings
