@@ -14,7 +14,7 @@ from flysurgery.factors import ks_einsum
 from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.layer_norm import NormParts, row_moments
-from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
+from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import swizzled_boxes
 from flysurgery.gpu.weight_cache import derived
@@ -186,13 +186,6 @@ def _widest(tile: BlockTiling, shared_limit: int) -> BlockTiling | None:
         for slots in range(_MAX_SLOTS, _FEWEST_SLOTS - 1, -1):
             if replace(tile, slots=slots).shared_bytes <= shared_limit:
                 return replace(tile, slots=slots)
-    return None
-
-
-def blocks_obstacle(dtype: torch.dtype) -> str | None:
-    """Why the kernel has no tiling; None where it has one."""
-    if dtype not in HALF_MODES:
-        return f"the kernel of dense blocks takes float16 and bfloat16, not {dtype}"
     return None
 
 

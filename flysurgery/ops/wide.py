@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from flysurgery.gpu.factor_by_factor import middle_places, run_wide_ffn, run_wide_group, wide_ffn_obstacle, wide_group_obstacle
 from flysurgery.gpu.ffn_middle import fills_rounds
-from flysurgery.gpu.wide_ffn import middle_places, run_wide_ffn, wide_ffn_obstacle
-from flysurgery.gpu.wide_group import run_wide_group, wide_group_obstacle
 from flysurgery.ops.launches import like, rows_of
 from flysurgery.ops.parts import FusedFactors, Norm
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from flysurgery.gpu.device import multiprocessors_of
+from flysurgery.gpu.factor_by_factor import run_wide_ffn, run_wide_group
 from flysurgery.gpu.gated import run_gated
-from flysurgery.gpu.wide_ffn import run_wide_ffn
-from flysurgery.gpu.wide_group import run_wide_group
 from flysurgery.ops import (
     Dense,
     FeedForward,

@@ -15,6 +15,7 @@ from flysurgery.gpu.attention import ring_attention
 from flysurgery.gpu.block_linear import ACTIVATIONS
 from flysurgery.gpu.compile import compile_cubin, kernel_path
 from flysurgery.gpu.dense_tiling import Patch, dense_tiling, stream_tiling
+from flysurgery.gpu.factor_by_factor import group_tilings, wide_middle, wide_tilings
 from flysurgery.gpu.few_rows import few_rows_tilings
 from flysurgery.gpu.ffn_float_tiling import float_ffn_tiling
 from flysurgery.gpu.ffn_tiling import ffn_tiling
@@ -27,8 +28,6 @@ from flysurgery.gpu.single_tiling import SingleTiling
 from flysurgery.gpu.some_rows import some_rows_tiling
 from flysurgery.gpu.tiling import tiling
 from flysurgery.gpu.weight_space import macros
-from flysurgery.gpu.wide_ffn import wide_middle, wide_tilings
-from flysurgery.gpu.wide_group import group_tilings
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
 
 LIMIT = 227 * 1024

@@ -14,6 +14,7 @@ from flysurgery.factors import ks_einsum
 from flysurgery.gpu.block_linear import pack_blocks
 from flysurgery.gpu.dense import pack_dense
 from flysurgery.gpu.dense_tiling import dense_tiling
+from flysurgery.gpu.factor_by_factor import wide_middle, wide_tilings
 from flysurgery.gpu.ffn_float_image import pack_float_ffn
 from flysurgery.gpu.ffn_float_tiling import HEADER_BYTES as FLOAT_HEADER_BYTES
 from flysurgery.gpu.ffn_float_tiling import float_ffn_tiling
@@ -28,7 +29,6 @@ from flysurgery.gpu.single import SingleFactor
 from flysurgery.gpu.single_tiling import HEADER_BYTES
 from flysurgery.gpu.some_rows import pack_floats
 from flysurgery.gpu.tiling import tiling
-from flysurgery.gpu.wide_ffn import wide_middle, wide_tilings
 from flysurgery.ops.parts import Norm
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
 

@@ -1,4 +1,4 @@
-"""A feed-forward block of two butterfly layers factor by factor, for widths that no kernel takes in one launch."""
+"""Feed-forward blocks, and linears that share x, factor by factor, for widths that no kernel takes in one launch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,37 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
-from flysurgery.gpu.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_obstacle, blocks_of, outputs_for
+from flysurgery.gpu.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_of, outputs_for
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.ffn_middle import WARPGROUPS, FfnMiddle, MiddleTiling, fills_rounds, middle_tiling
 from flysurgery.gpu.fused import readable
 from flysurgery.gpu.layer_norm import NormParts
+from flysurgery.gpu.modes import HALF_MODES
 from flysurgery.patterns import Architecture, Pattern
+
+BlockTilings = tuple[BlockTiling, ...]
 
 
 def wide_ffn_obstacle(up: Architecture, down: Architecture, dtype: torch.dtype, device_index: int) -> str | None:
     """Why no kernel multiplies a block factor by factor on a device; None when one does."""
-    obstacle = blocks_obstacle(dtype)
-    if obstacle is not None:
-        return obstacle
-    tiles = wide_tilings(up, down, shared_limit_of(device_index))
+    return _dtype_obstacle(dtype) or _reason(wide_tilings(up, down, shared_limit_of(device_index)))
+
+
+def wide_group_obstacle(architecture: Architecture, linears: int, dtype: torch.dtype, device_index: int) -> str | None:
+    """Why no kernel multiplies linears of one architecture factor by factor on a device; None when one does."""
+    return _dtype_obstacle(dtype) or _reason(group_tilings(architecture, linears, shared_limit_of(device_index)))
+
+
+def _dtype_obstacle(dtype: torch.dtype) -> str | None:
+    return None if dtype in HALF_MODES else f"the kernel of dense blocks takes float16 and bfloat16, not {dtype}"
+
+
+def _reason(tiles: BlockTilings | str) -> str | None:
     return tiles if isinstance(tiles, str) else None
 
 
 @lru_cache(maxsize=64)
-def wide_tilings(up: Architecture, down: Architecture, shared_limit: int) -> tuple[BlockTiling, ...] | str:
+def wide_tilings(up: Architecture, down: Architecture, shared_limit: int) -> BlockTilings | str:
     """The four products in the order of use, or why there are none.
 
     The order of the values between two products is free. Outputs of a first factor are sorted by the block of the second factor that reads
@@ -39,12 +51,15 @@ def wide_tilings(up: Architecture, down: Architecture, shared_limit: int) -> tup
         return f"a block is multiplied factor by factor where both layers have two, these have {len(up)} and {len(down)}"
     (second, first), (last, third) = up.patterns, down.patterns
     middle, hidden, narrow = _sorted(first, second), _sorted(second, third), _sorted(third, last)
-    made = (
+    return _all_or_reason(
         block_tiling(first, range(first.in_features), middle, 1, shared_limit),
         block_tiling(second, middle, hidden, 1, shared_limit),
         block_tiling(third, hidden, narrow, 1, shared_limit),
         block_tiling(last, narrow, range(last.out_features), last.d, shared_limit),
     )
+
+
+def _all_or_reason(*made: BlockTiling | str) -> BlockTilings | str:
     wrong = next((tile for tile in made if isinstance(tile, str)), None)
     return wrong or tuple(tile for tile in made if isinstance(tile, BlockTiling))
 
@@ -71,13 +86,22 @@ def _sorted(factor: Pattern, following: Pattern) -> np.ndarray:  # shape: (out_f
 
 
 @lru_cache(maxsize=256)
-def _products(up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, device_index: int) -> tuple[BlockLinear, ...]:
-    obstacle = wide_ffn_obstacle(up, down, dtype, device_index)
+def _ffn_products(up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, device_index: int) -> tuple[BlockLinear, ...]:
     tiles = wide_tilings(up, down, shared_limit_of(device_index))
+    return _products(tiles, dtype, ("none", activation, "none", "none"), device_index)
+
+
+@lru_cache(maxsize=256)
+def _group_products(architecture: Architecture, linears: int, dtype: torch.dtype, device_index: int) -> tuple[BlockLinear, ...]:
+    tiles = group_tilings(architecture, linears, shared_limit_of(device_index))
+    return _products(tiles, dtype, ("none", "none"), device_index)
+
+
+def _products(tiles: BlockTilings | str, dtype: torch.dtype, activations: Sequence[str], device_index: int) -> tuple[BlockLinear, ...]:
+    obstacle = _dtype_obstacle(dtype)
     if obstacle is not None or isinstance(tiles, str):
         raise BackendError(obstacle or str(tiles))
-    activations = ("none", activation, "none", "none")
-    return tuple(BlockLinear(tile, dtype, each, device_index) for tile, each in zip(tiles, activations, strict=True))
+    return tuple(BlockLinear(tile, dtype, activation, device_index) for tile, activation in zip(tiles, activations, strict=True))
 
 
 @lru_cache(maxsize=256)
@@ -110,7 +134,7 @@ def run_wide_ffn(
     """
     device_index = x.device.index
     kind = architecture_of(up), architecture_of(down), x.dtype, activation, device_index
-    first, second, third, last = _products(*kind)
+    first, second, third, last = _ffn_products(*kind)
     up_biases, down_biases = (() if bias is None else (bias,) for bias in (up_bias, down_bias))
     x = readable(x)
     u = first.multiply(x, up[1:], norm=norm, moments=moments)
@@ -120,3 +144,41 @@ def run_wide_ffn(
     else:
         v = third.multiply(second.multiply(u, up[:1], up_biases, backwards=True), down[1:])
     return last.multiply(v, down[:1], down_biases, scale, x if residual else None, backwards=True)
+
+
+@lru_cache(maxsize=64)
+def group_tilings(architecture: Architecture, linears: int, shared_limit: int) -> BlockTilings | str:
+    """The product with all first factors and that with all second ones, or why there are none.
+
+    The first factors together are one factor with more outputs in each block. The second ones together are one factor with more blocks.
+    """
+    if len(architecture) != 2:
+        return f"linears are multiplied factor by factor where they have two factors, these have {len(architecture)}"
+    second, first = architecture.patterns
+    wide = Pattern(first.a, linears * first.b, first.c, first.d)
+    tall = Pattern(linears * second.a, second.b, second.c, second.d)
+    block, row = np.divmod(np.arange(wide.out_features) // wide.d, wide.b)
+    linear, p = np.divmod(row, first.b)
+    inner = linear * first.out_features + (block * first.b + p) * first.d + np.arange(wide.out_features) % wide.d
+    order = outputs_for(wide, blocks_of(inner, tall.c, tall.d))
+    firsts = block_tiling(wide, range(wide.in_features), order, 1, shared_limit)
+    seconds = block_tiling(tall, inner[order], range(tall.out_features), tall.d, shared_limit)
+    return _all_or_reason(firsts, seconds)
+
+
+def run_wide_group(
+    x: Tensor,  # shape: (rows, in_features)
+    norm: NormParts | None,
+    factors: Sequence[Tensor],  # shapes: (a, b, c, d), left and right; of several linears one after the other
+    biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
+    linears: int,
+) -> Tensor:  # shape: (rows, linears * out_features)
+    """The linears' outputs for ``norm(x)`` side by side: a launch for the norm and one for each factor, on the current stream.
+
+    Raises:
+        BackendError: the kernel cannot run this; ``wide_group_obstacle`` tells beforehand.
+    """
+    device_index = x.device.index
+    first, second = _group_products(architecture_of(factors[:2]), linears, x.dtype, device_index)
+    # The second product begins with the rows that were written last and are still in the L2 cache.
+    return second.multiply(first.multiply(readable(x), factors[1::2], norm=norm, dim=1), factors[::2], biases, backwards=True)
