@@ -17,7 +17,7 @@ from flysurgery.gpu.layer_norm import NormParts, row_moments
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import swizzled_boxes
-from flysurgery.gpu.weight_cache import derived
+from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Pattern
 
 ACTIVATIONS = {"none": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
@@ -254,17 +254,14 @@ class BlockLinear:
             return y
         weight, offset, eps = norm or (None, None, 0.0)
         sources = (*factors, *biases, *[part for part in (scale, weight, offset) if part is not None])
-        changed = False
 
         def make() -> tuple[Tensor, ...]:
-            nonlocal changed
-            changed = True
             bias = torch.cat([part.detach() for part in biases]) if biases else None
             factor = torch.cat([part.detach() for part in factors], dim)
             return pack_blocks(tile, factor, bias, scale, norm, self.dtype, 1.0 if self.activation == "none" else 0.5)
 
         present = None if norm is None else (weight is None, offset is None)
-        image, columns = derived(("block linear", self, len(biases), scale is None, present), sources, make, inference=True)
+        (image, columns), early = derived_for_launch(("block linear", self, len(biases), scale is None, present), sources, make)
         if norm is not None and moments is None:
             moments = row_moments(x)
         parts = 0 if norm is None or moments is None else moments.shape[1]
@@ -291,7 +288,7 @@ class BlockLinear:
                 int(backwards),
                 0 if norm is None else float_bits(eps),
             ),
-            early=not changed,  # the weights were packed before the last queued kernel
+            early=early,
         )
         return y
 
