@@ -8,6 +8,7 @@ from flysurgery.gpu.weight_cache import taking as taking
 from flysurgery.ops.attend import Attention as Attention
 from flysurgery.ops.attention_gradient import attended as attended
 from flysurgery.ops.backend import Backend as Backend
+from flysurgery.ops.dispatch import BACKENDS as BACKENDS
 from flysurgery.ops.dispatch import Explanation as Explanation
 from flysurgery.ops.dispatch import Verdict as Verdict
 from flysurgery.ops.dispatch import explain as explain
@@ -27,7 +28,6 @@ from flysurgery.ops.parts import Linear as Linear
 from flysurgery.ops.parts import Norm as Norm
 from flysurgery.ops.patches import PatchEmbedding as PatchEmbedding
 from flysurgery.ops.problem import Problem as Problem
-from flysurgery.ops.registry import BACKENDS as BACKENDS
 from flysurgery.ops.training import trained as trained
 from flysurgery.ops.training import training_reason as training_reason
 from flysurgery.ops.ways import Operation as Operation
