@@ -13,11 +13,11 @@ from flysurgery.ops.dispatch import Explanation as Explanation
 from flysurgery.ops.dispatch import Verdict as Verdict
 from flysurgery.ops.dispatch import explain as explain
 from flysurgery.ops.feed_forward import FeedForward as FeedForward
-from flysurgery.ops.group import ks_linear_group as ks_linear_group
 from flysurgery.ops.linear_residual import LinearResidual as LinearResidual
 from flysurgery.ops.linear_residual import leaves_moments as leaves_moments
 from flysurgery.ops.linear_residual import run_with_moments as run_with_moments
 from flysurgery.ops.multiply import ks_linear as ks_linear
+from flysurgery.ops.multiply import ks_linear_group as ks_linear_group
 from flysurgery.ops.multiply import ks_multiply as ks_multiply
 from flysurgery.ops.norm_linears import LayerNorm as LayerNorm
 from flysurgery.ops.norm_linears import NormLinears as NormLinears

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.ops.as_dense import side_by_side
-from flysurgery.ops.group import ks_linear_group
 from flysurgery.ops.launches import (
     alike,
     epilogue_reason,
@@ -23,6 +22,7 @@ from flysurgery.ops.launches import (
     normed,
     takes_few_rows,
 )
+from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.ops.parts import Dense, FusedFactors, Linear, Norm, wrong_norm, wrong_size
 from flysurgery.ops.ways import Stage, Stages
 from flysurgery.ops.wide import takes_group, wide_group, wide_group_launches

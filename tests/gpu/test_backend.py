@@ -15,7 +15,7 @@ from flysurgery.gpu.operators import check_operands
 from flysurgery.ops import BACKENDS, Problem, ks_linear
 from flysurgery.ops.backends import cuda as cuda_backend
 from flysurgery.ops.backends.cuda import CudaBackend
-from flysurgery.ops.group import ks_linear_group
+from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.patterns import Architecture
 from tests.gpu.graphs import Graphs
 from tests.support.problems import make_factors, make_input, make_vector
