@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.backend import Backend
-from flysurgery.ops.backends.bmm import BmmBackend
 from flysurgery.ops.backends.chunked import ChunkedBackend
 from flysurgery.ops.backends.convolution import ConvolutionBackend
 from flysurgery.ops.backends.cuda import CudaBackend
-from flysurgery.ops.backends.dense import DenseBackend
-from flysurgery.ops.backends.einsum import EinsumBackend
+from flysurgery.ops.backends.pytorch import BmmBackend, DenseBackend, EinsumBackend
 from flysurgery.ops.backends.sparse import BsrBackend, SparseBackend
 from flysurgery.ops.problem import Problem
 
