@@ -13,8 +13,9 @@ from torch import Tensor
 from flysurgery.factors import ks_einsum
 from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
-from flysurgery.gpu.layer_norm import NormParts, row_moments
+from flysurgery.gpu.layer_norm import row_moments
 from flysurgery.gpu.modes import DTYPE_NUMBERS
+from flysurgery.gpu.parts import Norm
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import swizzled_boxes
 from flysurgery.gpu.weight_cache import derived_for_launch
@@ -194,7 +195,7 @@ def pack_blocks(
     factor: Tensor,  # shape: (a, b, c, d)
     bias: Tensor | None,  # shape: (out_features,)
     scale: Tensor | None,  # shape: (out_features,)
-    norm: NormParts | None,
+    norm: Norm | None,
     dtype: torch.dtype,
     times: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # shapes: (bytes,) uint8, (3, outputs) float32
@@ -238,7 +239,7 @@ class BlockLinear:
         scale: Tensor | None = None,  # shape: (out_features,)
         residual: Tensor | None = None,  # shape: (rows, outputs)
         *,
-        norm: NormParts | None = None,
+        norm: Norm | None = None,
         moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
         dim: int = 0,
         backwards: bool = False,

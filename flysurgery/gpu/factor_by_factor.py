@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.factors import architecture_of
 from flysurgery.gpu.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_of, outputs_for
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.ffn_middle import WARPGROUPS, FfnMiddle, MiddleTiling, fills_rounds, middle_tiling
 from flysurgery.gpu.fused import readable
-from flysurgery.gpu.layer_norm import NormParts
 from flysurgery.gpu.modes import HALF_MODES
+from flysurgery.gpu.parts import FusedFactors, Norm, present
 from flysurgery.patterns import Architecture, Pattern
 
 BlockTilings = tuple[BlockTiling, ...]
@@ -114,11 +113,9 @@ def _middle(up: Architecture, down: Architecture, dtype: torch.dtype, activation
 
 def run_wide_ffn(
     x: Tensor,  # shape: (rows, in_features)
-    norm: NormParts | None,
-    up: Sequence[Tensor],
-    up_bias: Tensor | None,
-    down: Sequence[Tensor],
-    down_bias: Tensor | None,
+    norm: Norm | None,
+    up: FusedFactors,
+    down: FusedFactors,
     activation: str,
     scale: Tensor | None,
     residual: bool,
@@ -133,17 +130,17 @@ def run_wide_ffn(
         BackendError: the kernel cannot run this; ``wide_ffn_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    kind = architecture_of(up), architecture_of(down), x.dtype, activation, device_index
+    kind = up.architecture, down.architecture, x.dtype, activation, device_index
     first, second, third, last = _ffn_products(*kind)
-    up_biases, down_biases = (() if bias is None else (bias,) for bias in (up_bias, down_bias))
+    up_biases, down_biases = present(up.bias), present(down.bias)
     x = readable(x)
-    u = first.multiply(x, up[1:], norm=norm, moments=moments)
+    u = first.multiply(x, up.factors[1:], norm=norm, moments=moments)
     # Every second product goes backwards: it begins with the rows that were written last and are still in the L2 cache.
     if fills_rounds(x.shape[0], middle_places(*kind[:2], device_index)):
-        v = _middle(*kind).multiply(u, up[0], up_bias, down[1])
+        v = _middle(*kind).multiply(u, up.factors[0], up.bias, down.factors[1])
     else:
-        v = third.multiply(second.multiply(u, up[:1], up_biases, backwards=True), down[1:])
-    return last.multiply(v, down[:1], down_biases, scale, x if residual else None, backwards=True)
+        v = third.multiply(second.multiply(u, up.factors[:1], up_biases, backwards=True), down.factors[1:])
+    return last.multiply(v, down.factors[:1], down_biases, scale, x if residual else None, backwards=True)
 
 
 @lru_cache(maxsize=64)
@@ -168,10 +165,8 @@ def group_tilings(architecture: Architecture, linears: int, shared_limit: int) -
 
 def run_wide_group(
     x: Tensor,  # shape: (rows, in_features)
-    norm: NormParts | None,
-    factors: Sequence[Tensor],  # shapes: (a, b, c, d), left and right; of several linears one after the other
-    biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
-    linears: int,
+    norm: Norm | None,
+    group: Sequence[FusedFactors],  # of one architecture, with a bias each or none
 ) -> Tensor:  # shape: (rows, linears * out_features)
     """The linears' outputs for ``norm(x)`` side by side: a launch for the norm and one for each factor, on the current stream.
 
@@ -179,6 +174,8 @@ def run_wide_group(
         BackendError: the kernel cannot run this; ``wide_group_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    first, second = _group_products(architecture_of(factors[:2]), linears, x.dtype, device_index)
+    first, second = _group_products(group[0].architecture, len(group), x.dtype, device_index)
+    lefts, rights = zip(*[member.factors for member in group], strict=True)
+    biases = present(*[member.bias for member in group])
     # The second product begins with the rows that were written last and are still in the L2 cache.
-    return second.multiply(first.multiply(readable(x), factors[1::2], norm=norm, dim=1), factors[::2], biases, backwards=True)
+    return second.multiply(first.multiply(readable(x), rights, norm=norm, dim=1), lefts, biases, backwards=True)

@@ -17,9 +17,6 @@ from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.row_sums import sum_of_rows
 from flysurgery.gpu.weight_cache import derived
 
-NormParts = tuple[Tensor | None, Tensor | None, float]
-"""A layer norm's weight and bias, shapes: (features,), and epsilon."""
-
 _ROWS_OF_BLOCK = 8
 _MAX_COLUMNS = 4096
 _VECTOR_BYTES = 16

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.few_rows import Weights, form_of, lies_in_place, outputs_of, pack_vectors, pack_weights, tensors_of
+from flysurgery.gpu.few_rows import lies_in_place, outputs_of, pack_vectors, pack_weights
 from flysurgery.gpu.fused import ACTIVATIONS, readable
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
 from flysurgery.gpu.modes import HALVES, MODE_NUMBERS
+from flysurgery.gpu.parts import Linear, present
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
 
@@ -183,14 +184,13 @@ def _tiling(rows: int, in_features: int, out_features: int, mode: str, device_in
 
 def run_some_rows(
     x: Tensor,  # shape: (rows, in_features)
-    linears: Sequence[Weights],
-    biases: Sequence[Tensor | None],  # shapes: (out_features,), one a linear
+    group: Sequence[Linear],
     activation: str,
     residual: Tensor | None,  # shape: (rows, sum of all out_features)
     scale: Tensor | None,  # shape: (sum of all out_features,)
     mode: str,
 ) -> Tensor:  # shape: (rows, sum of all out_features)
-    """``residual + activation(scale * linears(x))``, the linears' outputs side by side, in one launch on the current stream.
+    """``residual + activation(scale * group(x))``, the linears' outputs side by side, in one launch on the current stream.
 
     Factors are multiplied out when they are packed, in float64, and rounded once, into the memory of a dense layer. Sums and epilogue
     are float32. Parameters may be wider than x.
@@ -199,22 +199,22 @@ def run_some_rows(
         BackendError: there is no tiling for the layer, or the kernel does not compile or launch.
     """
     device_index = x.device.index
-    (rows, in_features), sizes = x.shape, [*map(outputs_of, linears)]
-    y = fresh((rows, sum(sizes)), x.dtype, x.device)
+    (rows, in_features), outputs = x.shape, outputs_of(group)
+    y = fresh((rows, outputs), x.dtype, x.device)
     if rows == 0:
         return y
-    tile = _tiling(rows, in_features, sum(sizes), mode, device_index)
-    sources = tuple([part for part in (*tensors_of(linears), *biases, scale) if part is not None])
-    in_place = x.element_size() == 2 and lies_in_place(linears, x.dtype)
+    tile = _tiling(rows, in_features, outputs, mode, device_index)
+    sources = present(*[part for member in group for part in member.tensors], scale)
+    in_place = x.element_size() == 2 and lies_in_place(group, x.dtype)
 
     def make() -> tuple[Tensor, ...]:
-        _, columns = pack_vectors(sources[0], (None, None), biases, scale, in_features, sizes)
+        _, columns = pack_vectors(group, (None, None), scale, in_features)
         if in_place:
             return (columns,)
-        dense = pack_weights(linears)
+        dense = pack_weights(group)
         return (columns, dense.to(x.dtype)) if x.element_size() == 2 else pack_floats(dense, columns, mode)
 
-    token = ("some rows", mode, in_place, form_of(linears), tuple([part is not None for part in (*biases, scale)]))
+    token = ("some rows", mode, in_place, *[member.form for member in group], scale is None)
     (columns, *packed), early = derived_for_launch(token, sources, make)
     x, residual = readable(x), None if residual is None else readable(residual)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]

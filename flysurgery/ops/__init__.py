@@ -1,5 +1,10 @@
 """How a product of factors is multiplied, and what fused operations compute: problems, descriptions, backends, and the choice."""
 
+from flysurgery.gpu.parts import Dense as Dense
+from flysurgery.gpu.parts import FusedFactors as FusedFactors
+from flysurgery.gpu.parts import Gated as Gated
+from flysurgery.gpu.parts import Linear as Linear
+from flysurgery.gpu.parts import Norm as Norm
 from flysurgery.gpu.replay.remembered_calls import Repeating as Repeating
 from flysurgery.gpu.replay.remembered_calls import forget_moved as forget_moved
 from flysurgery.gpu.sealed import Seal as Seal
@@ -21,11 +26,6 @@ from flysurgery.ops.multiply import ks_linear_group as ks_linear_group
 from flysurgery.ops.multiply import ks_multiply as ks_multiply
 from flysurgery.ops.norm_linears import LayerNorm as LayerNorm
 from flysurgery.ops.norm_linears import NormLinears as NormLinears
-from flysurgery.ops.parts import Dense as Dense
-from flysurgery.ops.parts import FusedFactors as FusedFactors
-from flysurgery.ops.parts import Gated as Gated
-from flysurgery.ops.parts import Linear as Linear
-from flysurgery.ops.parts import Norm as Norm
 from flysurgery.ops.patches import PatchEmbedding as PatchEmbedding
 from flysurgery.ops.problem import Problem as Problem
 from flysurgery.ops.training import trained as trained

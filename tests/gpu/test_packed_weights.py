@@ -25,11 +25,11 @@ from flysurgery.gpu.fused_configs import every_config
 from flysurgery.gpu.fused_linears import _fold
 from flysurgery.gpu.image import HEADER_BYTES as FUSED_HEADER_BYTES
 from flysurgery.gpu.image import pack, panel_indices
+from flysurgery.gpu.parts import Norm
 from flysurgery.gpu.single import SingleFactor
 from flysurgery.gpu.single_tiling import HEADER_BYTES
 from flysurgery.gpu.some_rows import pack_floats
 from flysurgery.gpu.tiling import tiling
-from flysurgery.ops.parts import Norm
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
 
 SHARED = 227 * 1024
