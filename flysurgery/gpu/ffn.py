@@ -9,9 +9,8 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.ffn_float_image import pack_float_ffn
 from flysurgery.gpu.ffn_float_tiling import FloatFfnTiling, float_ffn_tiling
-from flysurgery.gpu.ffn_image import pack_ffn
+from flysurgery.gpu.ffn_image import pack_ffn, pack_float_ffn
 from flysurgery.gpu.ffn_tiling import ACTIVATIONS, FfnTiling, ffn_tiling
 from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel

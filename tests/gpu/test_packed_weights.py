@@ -15,10 +15,9 @@ from flysurgery.gpu.block_linear import pack_blocks
 from flysurgery.gpu.dense import pack_dense
 from flysurgery.gpu.dense_tiling import dense_tiling
 from flysurgery.gpu.factor_by_factor import wide_middle, wide_tilings
-from flysurgery.gpu.ffn_float_image import pack_float_ffn
 from flysurgery.gpu.ffn_float_tiling import HEADER_BYTES as FLOAT_HEADER_BYTES
 from flysurgery.gpu.ffn_float_tiling import float_ffn_tiling
-from flysurgery.gpu.ffn_image import pack_ffn
+from flysurgery.gpu.ffn_image import pack_ffn, pack_float_ffn
 from flysurgery.gpu.ffn_middle import pack_middle
 from flysurgery.gpu.ffn_tiling import ffn_tiling
 from flysurgery.gpu.fused_configs import every_config
