@@ -95,14 +95,15 @@ class FfnTiling:
     @property
     def middle_steps(self) -> list[list[tuple[int, int]]]:
         """For each class of the second factor, its pairs of tiles; all of the same number, a multiple of the parts."""
-        steps = class_steps(self.factors[0], self.factors[1], neighbours=self.neighbours)
-        longest = -(-max(map(len, steps)) // self.parts[1]) * self.parts[1]
-        return [[*of_class, *[(-1, -1)] * (longest - len(of_class))] for of_class in steps]
+        return self._steps(1)
 
     @property
     def last_steps(self) -> list[list[tuple[int, int]]]:
-        steps = class_steps(self.factors[2], self.factors[3], neighbours=self.neighbours)
-        longest = -(-max(map(len, steps)) // self.parts[3]) * self.parts[3]
+        return self._steps(3)
+
+    def _steps(self, place: int) -> list[list[tuple[int, int]]]:
+        steps = class_steps(self.factors[place - 1], self.factors[place], neighbours=self.neighbours)
+        longest = -(-max(map(len, steps)) // self.parts[place]) * self.parts[place]
         return [[*of_class, *[(-1, -1)] * (longest - len(of_class))] for of_class in steps]
 
     @property
@@ -222,13 +223,9 @@ def class_steps(factor: Pattern, reader: Pattern, *, neighbours: bool = False) -
     return found
 
 
+@lru_cache(maxsize=256)
 def ffn_tiling(up: Architecture, down: Architecture, shared_limit: int, *, scaled: bool) -> FfnTiling | str:
     """The tiling of a feed-forward block, or the reason why the kernel has none."""
-    return _tiling(up, down, shared_limit, scaled)
-
-
-@lru_cache(maxsize=256)
-def _tiling(up: Architecture, down: Architecture, shared_limit: int, scaled: bool) -> FfnTiling | str:
     factors = factors_of(up, down)
     if isinstance(factors, str):
         return factors
