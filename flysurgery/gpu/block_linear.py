@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flysurgery.factors import ks_einsum
 from flysurgery.gpu.device import multiprocessors_of
+from flysurgery.gpu.fused import ACTIVATIONS
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.layer_norm import row_moments
 from flysurgery.gpu.modes import DTYPE_NUMBERS
@@ -21,7 +22,6 @@ from flysurgery.gpu.tensor_map import swizzled_boxes
 from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Pattern
 
-ACTIVATIONS = {"none": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
 _PIECE, _STAGE, _UNIT = 8, 64, 64
 _SLOT_BYTES = _UNIT * 2 * _STAGE
 _WIDTHS = (256, 192, 144, 128, 96, 72, 64, 48, 40, 32, 24, 16)
@@ -297,7 +297,7 @@ class BlockLinear:
         key = (norm, residual, scaled)
         if key not in self._kernels:
             defines = self.tile.defines(
-                DTYPE_NUMBERS[self.dtype], ACTIVATIONS[self.activation], norm=norm, residual=residual, scaled=scaled
+                DTYPE_NUMBERS[self.dtype], ACTIVATIONS.index(self.activation), norm=norm, residual=residual, scaled=scaled
             )
             self._kernels[key] = load_kernel("block_linear.cu", defines, name="block_linear", device_index=self.device_index)
         return self._kernels[key]

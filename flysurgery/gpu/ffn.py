@@ -11,8 +11,8 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.ffn_float_tiling import FloatFfnTiling, float_ffn_tiling
 from flysurgery.gpu.ffn_image import pack_ffn, pack_float_ffn
-from flysurgery.gpu.ffn_tiling import ACTIVATIONS, FfnTiling, ffn_tiling
-from flysurgery.gpu.fused import readable
+from flysurgery.gpu.ffn_tiling import FfnTiling, ffn_tiling
+from flysurgery.gpu.fused import ACTIVATIONS, readable
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.modes import HALVES, MODE_NUMBERS, mode_for
 from flysurgery.gpu.parts import FusedFactors, Norm, present
@@ -44,7 +44,7 @@ class FusedFfn:
         defines = {
             **tile.defines(),
             "MODE": MODE_NUMBERS[mode],
-            "ACTIVATION": ACTIVATIONS[activation],
+            "ACTIVATION": ACTIVATIONS.index(activation),
             "NORM": int(norm),
             "RESIDUAL": int(residual),
         }

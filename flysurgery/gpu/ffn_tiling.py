@@ -7,9 +7,9 @@ from functools import lru_cache
 from math import ceil
 from typing import TypeVar
 
+from flysurgery.gpu.tiling import braces
 from flysurgery.patterns import Architecture, Pattern
 
-ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "silu": 3}
 WARPGROUPS = 3
 ROWS_OF_WARPGROUP = 64
 HIDDEN_UNIT = 3.046875
@@ -283,8 +283,3 @@ def cut(tile: Tile, most: int) -> Tile:
 def _descriptor(first: int, second: int) -> int:
     """Two tiles of 1 KB as part of a descriptor: the place of the first, the way to the second, in units of 16 bytes."""
     return 64 * first + ((second - first if second >= 0 else 0) * 64 << 16)
-
-
-def braces(value: list) -> str:
-    """Nested lists of integers as the initializer of an array in C."""
-    return "{" + ",".join(braces(item) if isinstance(item, list) else str(item) for item in value) + "}"
