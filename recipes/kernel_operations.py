@@ -18,12 +18,12 @@ from flysurgery import ops
 from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.bench.ceilings import Work
 from flysurgery.factors import factors_to_dense, ks_einsum
+from flysurgery.gpu.factor_by_factor import run_wide_ffn, run_wide_group
 from flysurgery.gpu.gradients import all_gradients
 from flysurgery.gpu.layer_norm import run_layer_norm
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import BACKENDS, Dense, FusedFactors, Gated, Linear, Norm, ks_linear
 from flysurgery.ops.launches import fused_norm_linear, linear_epilogue
-from flysurgery.ops.wide import wide_ffn, wide_group
 from flysurgery.patterns import Architecture, gonon, monarch
 
 HEAD = 64
@@ -188,7 +188,7 @@ def block_part(
         up, down = drawn.linear(family(4 * width, width)), drawn.linear(family(width, 4 * width))
         operation = Operation(_ffn, (norm, up, down, activation))
         ways = {
-            "factor by factor": lambda x: wide_ffn(x, norm, up, down, activation, None, True),
+            "factor by factor": lambda x: run_wide_ffn(x, norm, up, down, activation, None, True),
             "a launch a layer": lambda x: linear_epilogue(fused_norm_linear(x, norm, [up], activation), down, residual=x),
         }
     elif part == "norm and q, k, v":
@@ -200,7 +200,7 @@ def block_part(
             return ops.ks_linear_group(normed, [member.factors for member in group], [member.bias for member in group])
 
         ways = {
-            "factor by factor": lambda x: wide_group(x, norm, group),
+            "factor by factor": lambda x: run_wide_group(x, norm, group),
             "one launch": lambda x: fused_norm_linear(x, norm, group, "none"),
             "two launches": two_launches,
         }

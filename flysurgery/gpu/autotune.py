@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu.configured import factor_configs, factor_product
 from flysurgery.gpu.cubins import SERIALIZED_WARNING
 from flysurgery.gpu.device import device_obstacle, shared_limit_of
 from flysurgery.gpu.doubt import doubt
 from flysurgery.gpu.fused import KINDS, FusedLinear
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.table import TunedCase, TunedEntry, save_entries
-from flysurgery.gpu.tuning_record import recording
+from flysurgery.gpu.product import factor_configs, factor_product
+from flysurgery.gpu.table import TunedCase, TunedEntry, recording, save_entries
 
 _MAX_CANDIDATES = 12
 _REPLAYS = 9

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from flysurgery.factors import ks_einsum
 from flysurgery.gpu.device import multiprocessors_of
+from flysurgery.gpu.fused import ACTIVATIONS
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
-from flysurgery.gpu.layer_norm import NormParts, row_moments
-from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
+from flysurgery.gpu.layer_norm import row_moments
+from flysurgery.gpu.modes import DTYPE_NUMBERS
+from flysurgery.gpu.parts import Norm
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import swizzled_boxes
-from flysurgery.gpu.weight_cache import derived
+from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Pattern
 
-ACTIVATIONS = {"none": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
 _PIECE, _STAGE, _UNIT = 8, 64, 64
 _SLOT_BYTES = _UNIT * 2 * _STAGE
 _WIDTHS = (256, 192, 144, 128, 96, 72, 64, 48, 40, 32, 24, 16)
@@ -189,19 +190,12 @@ def _widest(tile: BlockTiling, shared_limit: int) -> BlockTiling | None:
     return None
 
 
-def blocks_obstacle(dtype: torch.dtype) -> str | None:
-    """Why the kernel has no tiling; None where it has one."""
-    if dtype not in HALF_MODES:
-        return f"the kernel of dense blocks takes float16 and bfloat16, not {dtype}"
-    return None
-
-
 def pack_blocks(
     tile: BlockTiling,
     factor: Tensor,  # shape: (a, b, c, d)
     bias: Tensor | None,  # shape: (out_features,)
     scale: Tensor | None,  # shape: (out_features,)
-    norm: NormParts | None,
+    norm: Norm | None,
     dtype: torch.dtype,
     times: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # shapes: (bytes,) uint8, (3, outputs) float32
@@ -245,7 +239,7 @@ class BlockLinear:
         scale: Tensor | None = None,  # shape: (out_features,)
         residual: Tensor | None = None,  # shape: (rows, outputs)
         *,
-        norm: NormParts | None = None,
+        norm: Norm | None = None,
         moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
         dim: int = 0,
         backwards: bool = False,
@@ -261,17 +255,14 @@ class BlockLinear:
             return y
         weight, offset, eps = norm or (None, None, 0.0)
         sources = (*factors, *biases, *[part for part in (scale, weight, offset) if part is not None])
-        changed = False
 
         def make() -> tuple[Tensor, ...]:
-            nonlocal changed
-            changed = True
             bias = torch.cat([part.detach() for part in biases]) if biases else None
             factor = torch.cat([part.detach() for part in factors], dim)
             return pack_blocks(tile, factor, bias, scale, norm, self.dtype, 1.0 if self.activation == "none" else 0.5)
 
         present = None if norm is None else (weight is None, offset is None)
-        image, columns = derived(("block linear", self, len(biases), scale is None, present), sources, make, inference=True)
+        (image, columns), early = derived_for_launch(("block linear", self, len(biases), scale is None, present), sources, make)
         if norm is not None and moments is None:
             moments = row_moments(x)
         parts = 0 if norm is None or moments is None else moments.shape[1]
@@ -298,7 +289,7 @@ class BlockLinear:
                 int(backwards),
                 0 if norm is None else float_bits(eps),
             ),
-            early=not changed,  # the weights were packed before the last queued kernel
+            early=early,
         )
         return y
 
@@ -306,7 +297,7 @@ class BlockLinear:
         key = (norm, residual, scaled)
         if key not in self._kernels:
             defines = self.tile.defines(
-                DTYPE_NUMBERS[self.dtype], ACTIVATIONS[self.activation], norm=norm, residual=residual, scaled=scaled
+                DTYPE_NUMBERS[self.dtype], ACTIVATIONS.index(self.activation), norm=norm, residual=residual, scaled=scaled
             )
             self._kernels[key] = load_kernel("block_linear.cu", defines, name="block_linear", device_index=self.device_index)
         return self._kernels[key]

@@ -24,17 +24,14 @@ _KEY_SCHEMA = 2
 class Compiled:
     """A kernel's machine code and its use of resources, as ptxas reports it.
 
-    ``spill_bytes`` is the sum of stores and loads of a thread. ``shared_bytes`` is the static part. ``serialized`` holds the
+    ``spill_bytes`` is the sum of stores and loads of a thread. ``serialized`` holds the
     compiler's remarks that wgmma instructions wait for each other: such a kernel is right but slow. When NVRTC takes the
     code from its own cache, which some versions cannot turn off, ptxas reports nothing and the numbers are 0.
     """
 
     cubin: bytes
-    log: str
     registers: int
     spill_bytes: int
-    stack_bytes: int
-    shared_bytes: int
     serialized: tuple[str, ...]
 
 
@@ -131,10 +128,7 @@ def _report(cubin: bytes, log: str, source: str, name: str) -> Compiled:
 
     return Compiled(
         cubin=cubin,
-        log=log,
         registers=number(r"Used (\d+) registers"),
         spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-        stack_bytes=number(r"(\d+) bytes stack frame"),
-        shared_bytes=number(r"(\d+) bytes smem"),
         serialized=tuple(line for line in log.splitlines() if _SERIALIZED.search(line)),
     )

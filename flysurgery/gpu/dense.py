@@ -13,6 +13,7 @@ from flysurgery.gpu.dense_tiling import NO_PATCH, DenseTiling, Patch, StreamTili
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, load_kernel
+from flysurgery.gpu.parts import Dense, present
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.tensor_map import plain_boxes, swizzled_boxes
 from flysurgery.gpu.weight_cache import derived, derived_for_launch
@@ -40,32 +41,29 @@ def dense_obstacle(
 
 def run_dense(
     x: Tensor,  # shape: (rows, in_features)
-    weight: Tensor,  # shape: (out_features, *), of in_features elements in each of the outputs
-    bias: Tensor | None,  # shape: (out_features,)
+    linear: Dense,
     activation: str,
     residual: Tensor | None,  # shape: (rows, out_features)
     scale: Tensor | None,  # shape: (out_features,)
     mode: str,
 ) -> Tensor:  # shape: (rows, out_features)
-    """``residual + activation(scale * (x @ weight.T + bias))`` in one launch on the current stream; sums and epilogue are float32.
+    """``residual + activation(scale * linear(x))`` in one launch on the current stream; sums and epilogue are float32.
 
     Weights may be wider than x; they are rounded when they are packed. x and the residual are read once from device memory.
 
     Raises:
         BackendError: there is no tiling, as ``dense_obstacle`` tells beforehand, or the kernel does not compile or launch.
     """
-    device_index = x.device.index
+    device_index, outputs = x.device.index, linear.weight.shape[0]
     x, residual = readable(x), None if residual is None else readable(residual)
-    streamed = streamed_for(x.shape[0], x.shape[1], weight.shape[0], mode, device_index)
+    streamed = streamed_for(x.shape[0], x.shape[1], outputs, mode, device_index)
     if streamed is not None:
-        return _launch_streamed(streamed, x, weight, bias, activation, residual, scale, None)
-    y = fresh((x.shape[0], weight.shape[0]), x.dtype, x.device)
+        return _launch_streamed(streamed, x, linear, activation, residual, scale, None)
+    y = fresh((x.shape[0], outputs), x.dtype, x.device)
     if x.shape[0] == 0:
         return y
-    tile, kernel, sizes = launcher(x.shape[1], weight.shape[0], mode, activation, residual is not None, NO_PATCH, x.shape[0], device_index)
-    sources = tuple([part for part in (weight, bias, scale) if part is not None])
-    token = ("dense linear", tile, bias is None, scale is None)
-    (image, columns), early = derived_for_launch(token, sources, lambda: pack_dense(tile, weight, bias, scale))
+    tile, kernel, sizes = launcher(x.shape[1], outputs, mode, activation, residual is not None, NO_PATCH, x.shape[0], device_index)
+    image, columns, early = _packed(tile, linear, scale)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
     kernel.launch(*sizes, current_stream(device_index), x, image, columns, residual, y, x.shape[0], *strides, 0, early=early)
     return y
@@ -73,23 +71,22 @@ def run_dense(
 
 def run_dense_moments(
     x: Tensor,  # shape: (rows, in_features)
-    weight: Tensor,  # shape: (out_features, in_features)
-    bias: Tensor | None,  # shape: (out_features,)
+    linear: Dense,
     residual: Tensor,  # shape: (rows, out_features)
     scale: Tensor | None,  # shape: (out_features,)
     mode: str,
 ) -> tuple[Tensor, Tensor]:  # shapes: (rows, out_features), (rows, parts, 2) float32
-    """``residual + scale * (x @ weight.T + bias)``, and the mean and squared deviations of parts of equal size of its rows.
+    """``residual + scale * linear(x)``, and the mean and squared deviations of parts of equal size of its rows.
 
     Raises:
         BackendError: weights do not stream here, as ``streamed_for`` tells beforehand, or the kernel does not compile or launch.
     """
     device_index = x.device.index
-    streamed = streamed_for(x.shape[0], x.shape[1], weight.shape[0], mode, device_index)
+    streamed = streamed_for(x.shape[0], *linear.sizes, mode, device_index)
     if streamed is None:
         raise BackendError(f"moments are left behind where weights stream, which they do not for {x.shape[0]} rows in mode '{mode}'")
     moments = fresh((x.shape[0], streamed.column_tiles, 2), torch.float32, x.device)
-    return _launch_streamed(streamed, readable(x), weight, bias, "none", readable(residual), scale, moments), moments
+    return _launch_streamed(streamed, readable(x), linear, "none", readable(residual), scale, moments), moments
 
 
 def run_dense_gated(
@@ -158,18 +155,15 @@ def launcher(
 def _launch_streamed(
     tile: StreamTiling,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    linear: Dense,
     activation: str,
     residual: Tensor | None,
     scale: Tensor | None,
     moments: Tensor | None,  # shape: (rows, parts, 2), to be filled
 ) -> Tensor:
     rows, device_index = x.shape[0], x.device.index
-    y = fresh((rows, weight.shape[0]), x.dtype, x.device)
-    sources = tuple([part for part in (weight, bias, scale) if part is not None])
-    token = ("dense linear", tile, bias is None, scale is None)
-    (image, columns), early = derived_for_launch(token, sources, lambda: pack_dense(tile, weight, bias, scale))
+    y = fresh((rows, tile.out_features), x.dtype, x.device)
+    image, columns, early = _packed(tile, linear, scale)
     _streamed_kernel(tile, activation, residual is not None, moments is not None, device_index).launch(
         (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1),
         (32 * tile.warps, 1, 1),
@@ -187,6 +181,13 @@ def _launch_streamed(
         early=early,
     )
     return y
+
+
+def _packed(tile: DenseTiling, linear: Dense, scale: Tensor | None) -> tuple[Tensor, Tensor, bool]:
+    """What ``pack_dense`` gives, and whether it existed before the last queued kernel."""
+    token = ("dense linear", tile, linear.bias is None, scale is None)
+    packed, early = derived_for_launch(token, present(*linear, scale), lambda: pack_dense(tile, *linear, scale))
+    return *packed, early  # pyright: ignore[reportReturnType] - two tensors
 
 
 def pack_dense(

@@ -15,13 +15,10 @@ from flysurgery.factors import factors_to_dense
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused import ACTIVATIONS, readable
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel
-from flysurgery.gpu.layer_norm import NormParts
 from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
+from flysurgery.gpu.parts import Dense, Linear, Norm, present
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
-
-Weights = Tensor | Sequence[Tensor]
-"""Those of a linear: a dense one, shape (out_features, *), or factors, shapes (a, b, c, d), left to right."""
 
 _CHUNK = 32  # inputs of which a lane takes adjacent 16 bytes
 _MOST_WARPS = 12
@@ -139,14 +136,13 @@ def _tiling(in_features: int, out_features: int, norm: bool, rows: int, device_i
 
 def run_few_rows(
     x: Tensor,  # shape: (rows, in_features)
-    norm: NormParts | None,
-    linears: Sequence[Weights],
-    biases: Sequence[Tensor | None],  # shapes: (out_features,), one a linear
+    norm: Norm | None,
+    group: Sequence[Linear],
     activation: str,
     residual: Tensor | None,  # shape: (rows, sum of all out_features)
     scale: Tensor | None,  # shape: (sum of all out_features,)
 ) -> Tensor:  # shape: (rows, sum of all out_features)
-    """``residual + activation(scale * linears(norm(x)))``, the linears' outputs side by side, in one launch on the current stream.
+    """``residual + activation(scale * group(norm(x)))``, the linears' outputs side by side, in one launch on the current stream.
 
     Factors are multiplied out in float64 when they are packed, and rounded once; the result takes the memory of a dense layer. For few
     rows the arithmetic that factors save takes no time. Parameters may be wider than x.
@@ -155,24 +151,23 @@ def run_few_rows(
         BackendError: there are more than ``most_rows``, or the kernel does not compile or launch.
     """
     device_index = x.device.index
-    (rows, in_features), sizes = x.shape, [*map(outputs_of, linears)]
-    y = fresh((rows, sum(sizes)), x.dtype, x.device)
+    (rows, in_features), outputs = x.shape, outputs_of(group)
+    y = fresh((rows, outputs), x.dtype, x.device)
     if rows == 0:
         return y
     norm_weight, norm_bias, eps = norm or (None, None, 0.0)
-    parts = (*tensors_of(linears), *biases, norm_weight, norm_bias, scale)
-    sources = tuple([part for part in parts if part is not None])
-    in_place = lies_in_place(linears, x.dtype)
+    sources = present(*[part for member in group for part in member.tensors], norm_weight, norm_bias, scale)
+    in_place = lies_in_place(group, x.dtype)
 
     def make() -> tuple[Tensor, ...]:
-        vectors = pack_vectors(sources[0], (norm_weight, norm_bias), biases, scale, in_features, sizes)
-        return vectors if in_place else (*vectors, pack_weights(linears).to(x.dtype))
+        vectors = pack_vectors(group, (norm_weight, norm_bias), scale, in_features)
+        return vectors if in_place else (*vectors, pack_weights(group).to(x.dtype))
 
-    token = ("few rows", x.dtype, in_place, form_of(linears), tuple([part is not None for part in parts]))
+    token = ("few rows", x.dtype, in_place, *[member.form for member in group], norm_weight is None, norm_bias is None, scale is None)
     (vectors, columns, *packed), early = derived_for_launch(token, sources, make)
     x, residual = readable(x), None if residual is None else readable(residual)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
-    kernel, launched = _launcher(in_features, sum(sizes), norm is not None, rows, x.dtype, activation, residual is not None, device_index)
+    kernel, launched = _launcher(in_features, outputs, norm is not None, rows, x.dtype, activation, residual is not None, device_index)
     kernel.launch(
         *launched,
         current_stream(device_index),
@@ -182,55 +177,38 @@ def run_few_rows(
     return y
 
 
-def lies_in_place(linears: Sequence[Weights], dtype: torch.dtype) -> bool:
+def lies_in_place(group: Sequence[Linear], dtype: torch.dtype) -> bool:
     """Whether the kernel reads the weights where they lie: those of one dense linear."""
-    weight = linears[0]
-    if len(linears) > 1 or not isinstance(weight, Tensor):
+    linear = group[0]
+    if len(group) > 1 or not isinstance(linear, Dense):
         return False
-    return weight.dtype == dtype and weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    return linear.weight.dtype == dtype and linear.weight.is_contiguous() and linear.weight.data_ptr() % 16 == 0
 
 
-def tensors_of(linears: Sequence[Weights]) -> list[Tensor]:
-    """The weights and factors of all linears, one after the other."""
-    return [part for linear in linears for part in ((linear,) if isinstance(linear, Tensor) else linear)]
+def outputs_of(group: Sequence[Linear]) -> int:
+    """How many outputs all linears have."""
+    return sum([member.sizes[1] for member in group])
 
 
-def form_of(linears: Sequence[Weights]) -> tuple[int, ...]:
-    """How many factors each linear has, 0 for a dense one."""
-    return tuple([0 if isinstance(linear, Tensor) else len(linear) for linear in linears])
-
-
-def outputs_of(linear: Weights) -> int:
-    """How many outputs a linear has."""
-    if isinstance(linear, Tensor):
-        return linear.shape[0]
-    a, b, _, d = linear[0].shape
-    return a * b * d
-
-
-def pack_weights(linears: Sequence[Weights]) -> Tensor:  # shape: (sum of all out_features, in_features)
+def pack_weights(group: Sequence[Linear]) -> Tensor:  # shape: (sum of all out_features, in_features)
     """The matrices of all linears, one below the other, in float64."""
     return torch.cat(
         [
-            linear.flatten(1).double() if isinstance(linear, Tensor) else factors_to_dense([factor.double() for factor in linear])
-            for linear in linears
+            member.weight.flatten(1).double() if isinstance(member, Dense) else factors_to_dense([each.double() for each in member.factors])
+            for member in group
         ]
     )
 
 
 def pack_vectors(
-    like: Tensor,
-    norm: tuple[Tensor | None, Tensor | None],
-    biases: Sequence[Tensor | None],
-    scale: Tensor | None,
-    inputs: int,
-    sizes: Sequence[int],
+    group: Sequence[Linear], norm: tuple[Tensor | None, Tensor | None], scale: Tensor | None, inputs: int
 ) -> tuple[Tensor, Tensor]:  # shapes: (2, in_features), (2, out_features)
     """The norm's weight and bias; what sums are multiplied by and what is added then. All float32."""
-    ones, zeros = partial(like.new_ones, dtype=torch.float32), partial(like.new_zeros, dtype=torch.float32)
+    first = group[0].tensors[0]
+    ones, zeros = partial(first.new_ones, dtype=torch.float32), partial(first.new_zeros, dtype=torch.float32)
     gain, offset = (default(inputs) if part is None else part.float() for part, default in zip(norm, (ones, zeros), strict=True))
-    factor = ones(sum(sizes)) if scale is None else scale.float()
-    shift = torch.cat([zeros(size) if bias is None else bias.float() for size, bias in zip(sizes, biases, strict=True)])
+    factor = ones(outputs_of(group)) if scale is None else scale.float()
+    shift = torch.cat([zeros(member.sizes[1]) if member.bias is None else member.bias.float() for member in group])
     return torch.stack((gain, offset)), torch.stack((factor, shift * factor))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -10,14 +9,13 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.ffn_float_image import pack_float_ffn
 from flysurgery.gpu.ffn_float_tiling import FloatFfnTiling, float_ffn_tiling
-from flysurgery.gpu.ffn_image import pack_ffn
-from flysurgery.gpu.ffn_tiling import ACTIVATIONS, FfnTiling, ffn_tiling
-from flysurgery.gpu.fused import readable
+from flysurgery.gpu.ffn_image import pack_ffn, pack_float_ffn
+from flysurgery.gpu.ffn_tiling import FfnTiling, ffn_tiling
+from flysurgery.gpu.fused import ACTIVATIONS, readable
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
-from flysurgery.gpu.layer_norm import NormParts
 from flysurgery.gpu.modes import HALVES, MODE_NUMBERS, mode_for
+from flysurgery.gpu.parts import FusedFactors, Norm, present
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Architecture
@@ -46,7 +44,7 @@ class FusedFfn:
         defines = {
             **tile.defines(),
             "MODE": MODE_NUMBERS[mode],
-            "ACTIVATION": ACTIVATIONS[activation],
+            "ACTIVATION": ACTIVATIONS.index(activation),
             "NORM": int(norm),
             "RESIDUAL": int(residual),
         }
@@ -95,11 +93,9 @@ def _fused_ffn(
 
 def run_ffn(
     x: Tensor,  # shape: (rows, in_features)
-    norm: NormParts | None,
-    up: Sequence[Tensor],
-    up_bias: Tensor | None,
-    down: Sequence[Tensor],
-    down_bias: Tensor | None,
+    norm: Norm | None,
+    up: FusedFactors,
+    down: FusedFactors,
     activation: str,
     scale: Tensor | None,
     residual: bool,
@@ -110,18 +106,18 @@ def run_ffn(
         BackendError: the kernel cannot run this; ``ffn_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    shapes = tuple([factor.shape for factor in up]), tuple([factor.shape for factor in down])
+    shapes = tuple([factor.shape for factor in up.factors]), tuple([factor.shape for factor in down.factors])
     kernel = _fused_ffn(*shapes, mode_for(x), activation, norm is not None, scale is not None, residual, device_index)
     norm_weight, norm_bias, eps = norm or (None, None, 0.0)
-    parts = (*up, *down, up_bias, down_bias, norm_weight, norm_bias, scale)
-    sources = tuple([part for part in parts if part is not None])
+    (ups, up_bias), (downs, down_bias) = up, down
+    parts = (up_bias, down_bias, norm_weight, norm_bias, scale)
 
     def make() -> tuple[Tensor, ...]:
-        factors, affine = (up[1], up[0], down[1], down[0]), (norm_weight, norm_bias)
+        factors, affine = (ups[1], ups[0], downs[1], downs[0]), (norm_weight, norm_bias)
         if isinstance(kernel.tile, FloatFfnTiling):
             return (pack_float_ffn(kernel.tile, factors, (up_bias, down_bias), affine, scale),)
         return (pack_ffn(kernel.tile, factors, (up_bias, down_bias), affine, scale, x.dtype),)
 
-    present = tuple([part is not None for part in parts])
-    (image,), early = derived_for_launch(("ffn", kernel, x.dtype, present), sources, make)
+    token = ("ffn", kernel, x.dtype, *[part is not None for part in parts])
+    (image,), early = derived_for_launch(token, present(*ups, *downs, *parts), make)
     return kernel.run(readable(x), image, eps, early=early)

@@ -8,8 +8,8 @@ from functools import lru_cache
 from itertools import product
 from math import ceil, log2
 
-from flysurgery.gpu.ffn_tiling import Factors, FfnTiling, braces, cut, factors_of, tiles_of
-from flysurgery.gpu.tiling import registers_allowed
+from flysurgery.gpu.ffn_tiling import Factors, FfnTiling, cut, factors_of, tiles_of
+from flysurgery.gpu.tiling import braces, registers_allowed
 from flysurgery.patterns import Architecture
 
 HEADER_BYTES = 128

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.block_linear import ACTIVATIONS, BlockTiling, pack_blocks
+from flysurgery.gpu.block_linear import BlockTiling, pack_blocks
 from flysurgery.gpu.device import multiprocessors_of
+from flysurgery.gpu.fused import ACTIVATIONS
 from flysurgery.gpu.kernel import current_stream, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.replay.recording import fresh, rely_on
@@ -123,7 +124,7 @@ class FfnMiddle:
         self.tile, self.dtype, self.device_index = tile, dtype, device_index
         self._multiprocessors = multiprocessors_of(device_index)
         self._places = torch.from_numpy(tile.places).to(torch.device("cuda", device_index))
-        defines = tile.defines(DTYPE_NUMBERS[dtype], ACTIVATIONS[activation])
+        defines = tile.defines(DTYPE_NUMBERS[dtype], ACTIVATIONS.index(activation))
         self._kernel = load_kernel("ffn_middle.cu", defines, name="ffn_middle", device_index=device_index)
 
     def multiply(

@@ -7,9 +7,9 @@ from functools import lru_cache
 from math import ceil
 from typing import TypeVar
 
+from flysurgery.gpu.tiling import braces
 from flysurgery.patterns import Architecture, Pattern
 
-ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "silu": 3}
 WARPGROUPS = 3
 ROWS_OF_WARPGROUP = 64
 HIDDEN_UNIT = 3.046875
@@ -95,14 +95,15 @@ class FfnTiling:
     @property
     def middle_steps(self) -> list[list[tuple[int, int]]]:
         """For each class of the second factor, its pairs of tiles; all of the same number, a multiple of the parts."""
-        steps = class_steps(self.factors[0], self.factors[1], neighbours=self.neighbours)
-        longest = -(-max(map(len, steps)) // self.parts[1]) * self.parts[1]
-        return [[*of_class, *[(-1, -1)] * (longest - len(of_class))] for of_class in steps]
+        return self._steps(1)
 
     @property
     def last_steps(self) -> list[list[tuple[int, int]]]:
-        steps = class_steps(self.factors[2], self.factors[3], neighbours=self.neighbours)
-        longest = -(-max(map(len, steps)) // self.parts[3]) * self.parts[3]
+        return self._steps(3)
+
+    def _steps(self, place: int) -> list[list[tuple[int, int]]]:
+        steps = class_steps(self.factors[place - 1], self.factors[place], neighbours=self.neighbours)
+        longest = -(-max(map(len, steps)) // self.parts[place]) * self.parts[place]
         return [[*of_class, *[(-1, -1)] * (longest - len(of_class))] for of_class in steps]
 
     @property
@@ -222,13 +223,9 @@ def class_steps(factor: Pattern, reader: Pattern, *, neighbours: bool = False) -
     return found
 
 
+@lru_cache(maxsize=256)
 def ffn_tiling(up: Architecture, down: Architecture, shared_limit: int, *, scaled: bool) -> FfnTiling | str:
     """The tiling of a feed-forward block, or the reason why the kernel has none."""
-    return _tiling(up, down, shared_limit, scaled)
-
-
-@lru_cache(maxsize=256)
-def _tiling(up: Architecture, down: Architecture, shared_limit: int, scaled: bool) -> FfnTiling | str:
     factors = factors_of(up, down)
     if isinstance(factors, str):
         return factors
@@ -286,8 +283,3 @@ def cut(tile: Tile, most: int) -> Tile:
 def _descriptor(first: int, second: int) -> int:
     """Two tiles of 1 KB as part of a descriptor: the place of the first, the way to the second, in units of 16 bytes."""
     return 64 * first + ((second - first if second >= 0 else 0) * 64 << 16)
-
-
-def braces(value: list) -> str:
-    """Nested lists of integers as the initializer of an array in C."""
-    return "{" + ",".join(braces(item) if isinstance(item, list) else str(item) for item in value) + "}"

@@ -7,26 +7,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flysurgery.factors import architecture_of, ks_einsum
+from flysurgery.factors import ks_einsum
 from flysurgery.gpu.fused import fused_kernel
-from flysurgery.gpu.layer_norm import NormParts
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.tuning_record import meet
+from flysurgery.gpu.parts import FusedFactors, Norm, present
+from flysurgery.gpu.table import meet
 from flysurgery.gpu.weight_cache import derived_for_launch
 
 
 def run_fused_linears(
     x: Tensor,  # shape: (*batch, in_features)
-    norm: NormParts | None,
-    linears: Sequence[Sequence[Tensor]],  # each: left and right factor, shapes: (a, b, c, d)
-    biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
+    norm: Norm | None,
+    group: Sequence[FusedFactors],  # of one architecture, with a bias each or none
     gate: int | None,
     activation: str,
     residual: Tensor | None,  # shape: (*batch, linears * out_features)
     scale: Tensor | None,  # shape: (linears * out_features,)
     mode: str,
 ) -> Tensor:  # shape: (*batch, linears * out_features), half of them where gated
-    """``residual + activation(scale * linears(norm(x)))``, the linears' outputs side by side, in one launch on the current stream.
+    """``residual + activation(scale * group(norm(x)))``, the linears' outputs side by side, in one launch on the current stream.
 
     The norm's weight is multiplied into the right factors, its bias by the factors and added to the biases, both before rounding. Where
     ``gate`` is not None, the outputs of one linear are two halves, and the result is ``activation(gate) * value``; it is the index of the
@@ -37,11 +36,12 @@ def run_fused_linears(
     """
     weight, bias, eps = norm or (None, None, 0.0)
     rows, kinds = x.numel() // x.shape[-1], {"norm": norm is not None, "gated": gate is not None}
-    kernel = fused_kernel(architecture_of(linears[0]), mode, len(linears), rows, **kinds, device_index=x.device.index)
+    kernel = fused_kernel(group[0].architecture, mode, len(group), rows, **kinds, device_index=x.device.index)
     meet(kernel, x)
+    biases = present(*[member.bias for member in group])
 
     def make() -> tuple[Tensor, ...]:
-        pairs, offset = [(left, right) for left, right in linears], torch.cat([*biases]) if biases else None
+        pairs, offset = [(left, right) for left, right in (member.factors for member in group)], torch.cat(biases) if biases else None
         if gate is not None:
             pairs = [(_gate_first(left, 1, gate), right) for left, right in pairs]
             offset = None if offset is None else _gate_first(offset, 0, gate)
@@ -51,7 +51,7 @@ def run_fused_linears(
             offset = torch.cat((torch.zeros_like(behind) if offset is None else offset, behind))
         return kernel.pack(pairs), *([] if offset is None else [offset.to(dtype_of(mode))])
 
-    sources = (*[factor for linear in linears for factor in linear], *biases, *(part for part in (weight, bias, scale) if part is not None))
+    sources = present(*[part for member in group for part in member.tensors], weight, bias, scale)
     packed, early = derived_for_launch((kernel, gate, len(biases), weight is None, bias is None, scale is None), sources, make)
     image, *behind = packed
     return kernel.run(x, image, next(iter(behind), None), residual, activation, eps, scaled=scale is not None, early=early)

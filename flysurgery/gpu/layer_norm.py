@@ -1,22 +1,21 @@
-"""Layer norm over the last dimension in one launch."""
+"""Layer norm over the last dimension in one launch, and its gradients in another; by PyTorch where no kernel takes the rows."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.gpu.device import kernels_take
+from flysurgery.gpu.device import kernels_take, multiprocessors_of
 from flysurgery.gpu.fused import packed, readable
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.replay.recording import fresh
+from flysurgery.gpu.row_sums import sum_of_rows
 from flysurgery.gpu.weight_cache import derived
-
-NormParts = tuple[Tensor | None, Tensor | None, float]
-"""A layer norm's weight and bias, shapes: (features,), and epsilon."""
 
 _ROWS_OF_BLOCK = 8
 _MAX_COLUMNS = 4096
@@ -98,7 +97,7 @@ def _wide(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor
 
 def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, eps: float, *, moments: bool = False) -> None:
     device_index = x.device.index
-    _kernel(x.shape[1], x.dtype, moments, device_index).launch(
+    _kernel("layer_norm", x.shape[1], x.dtype, device_index, moments).launch(
         (-(-x.shape[0] // _ROWS_OF_BLOCK), 1, 1),
         (32 * _ROWS_OF_BLOCK, 1, 1),
         0,
@@ -109,6 +108,55 @@ def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, ep
 
 
 @lru_cache(maxsize=256)
-def _kernel(features: int, dtype: torch.dtype, moments: bool, device_index: int) -> Kernel:
-    defines = {"COLUMNS": features, "MODE": DTYPE_NUMBERS[dtype], "MOMENTS": int(moments)}
-    return load_kernel("layer_norm.cu", defines, name="layer_norm", device_index=device_index)
+def _kernel(name: str, features: int, dtype: torch.dtype, device_index: int, moments: bool | None = None) -> Kernel:
+    defines = {"COLUMNS": features, "MODE": DTYPE_NUMBERS[dtype], **({} if moments is None else {"MOMENTS": int(moments)})}
+    return load_kernel(f"{name}.cu", defines, name=name, device_index=device_index)
+
+
+_WARPS, _MOST_COLUMNS = 8, 1024
+_BLOCKS = 2
+"""Blocks of a multiprocessor, which all run at once for narrow rows."""
+
+
+class NormGradient(NamedTuple):
+    """The gradients of x, of the norm's weight and bias, and the sum over rows of what came beside x, None where nothing did."""
+
+    x: Tensor  # shape: (rows, features)
+    weight: Tensor  # shape: (features,), float32 or wider
+    bias: Tensor  # shape: (features,), likewise
+    beside: Tensor | None  # shape: (features,), likewise
+
+
+def norm_gradient(
+    x: Tensor,  # shape: (rows, features)
+    gradient: Tensor,  # of the norm of x, of the same shape
+    weight: Tensor | None,  # shape: (features,)
+    eps: float,
+    beside: Tensor | None = None,  # of x by another path, of the same shape
+) -> NormGradient:
+    """The gradients of ``(x - mean) / sqrt(variance + eps) * weight + bias``; that of x plus ``beside``. Sums are float32 or wider."""
+    rows, features = x.shape
+    if not kernels_take(x) or layer_norm_obstacle(features, x.dtype) is not None or features > _MOST_COLUMNS:
+        return _by_pytorch(x, gradient, weight, eps, beside)
+    found, index = x.new_empty(x.shape), x.device.index
+    blocks = max(1, min(-(-rows // _WARPS), _BLOCKS * multiprocessors_of(index)))
+    sums = torch.empty((blocks, 3, features), dtype=torch.float32, device=x.device)
+    wide = None if weight is None else packed(weight.detach().float())
+    operands = packed(x), packed(gradient), None if beside is None else packed(beside), wide, found, sums
+    _kernel("norm_gradient", features, x.dtype, index).launch(
+        (blocks, 1, 1), (32 * _WARPS, 1, 1), 0, current_stream(index), *operands, rows, float_bits(eps), early=True
+    )
+    of_weight, of_bias, of_beside = sums.sum(0)
+    return NormGradient(found, of_weight, of_bias, None if beside is None else of_beside)
+
+
+def _by_pytorch(x: Tensor, gradient: Tensor, weight: Tensor | None, eps: float, beside: Tensor | None) -> NormGradient:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    wide, given = x.to(dtype), gradient.to(dtype)
+    variance, mean = torch.var_mean(wide, dim=-1, correction=0, keepdim=True)
+    scale = torch.rsqrt(variance + eps)
+    unit, weighted = (wide - mean) * scale, given if weight is None else given * weight.to(dtype)
+    of_x = scale * (weighted - weighted.mean(-1, keepdim=True) - unit * (weighted * unit).mean(-1, keepdim=True))
+    of_x = of_x if beside is None else of_x + beside
+    sums = (given * unit).sum(0), given.sum(0), None if beside is None else sum_of_rows(beside, dtype)
+    return NormGradient(of_x.to(x.dtype), *sums)

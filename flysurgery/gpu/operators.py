@@ -15,7 +15,7 @@ from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
 from flysurgery.gpu.gradients import all_gradients, input_gradient, layer_gradients
 from flysurgery.gpu.modes import dtype_of, present_mode
-from flysurgery.gpu.run_product import run_product
+from flysurgery.gpu.product import run_product
 
 _looks = attrgetter("shape", "dtype", "device")
 _checked: set[tuple[Hashable, ...]] = set()

@@ -1,21 +1,53 @@
-"""One way through the kernels for a product of factors: fused in one launch, or factor by factor."""
+"""Products of factors: the way through the kernels, fused in one launch or factor by factor, and the call with packed weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.configured import SINGLE, FactorProduct, chosen_factor
 from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.fused import FusedLinear, fused_kernel, fused_reason
 from flysurgery.gpu.gather import Packer
+from flysurgery.gpu.kernel import current_device
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.single_choice import single_reason
-from flysurgery.gpu.table import TunedCase
-from flysurgery.patterns import Architecture
+from flysurgery.gpu.single import SingleFactor
+from flysurgery.gpu.single_by_bmm import BatchedConfig, BatchedFactor, batched_configs, batched_pays
+from flysurgery.gpu.single_choice import candidates, single_reason
+from flysurgery.gpu.single_tiling import SingleConfig
+from flysurgery.gpu.table import TunedCase, chosen_by_table, meet, rows_bucket, tuned_config
+from flysurgery.gpu.weight_cache import derived_for_launch
+from flysurgery.patterns import Architecture, Pattern
+
+SINGLE = "single_factor"
+FactorConfig = SingleConfig | BatchedConfig
+FactorProduct = SingleFactor | BatchedFactor
+
+
+def factor_configs(pattern: Pattern, mode: str, rows: int, shared_limit: int) -> tuple[FactorConfig, ...]:
+    """Ways to multiply this many rows by one factor: first the default without a timing, then the best of the other kind."""
+    singles, batched = candidates(pattern, mode, shared_limit), batched_configs(mode)
+    if batched_pays(pattern, mode, rows_bucket(rows)):
+        return (*batched, *singles)
+    return (*singles[:1], *batched, *singles[1:])
+
+
+def factor_config(pattern: Pattern, mode: str, device_index: int, rows: int) -> FactorConfig | None:
+    """The autotuned way for this many rows, otherwise the first; None where there is none."""
+    fields = tuned_config(SINGLE, Architecture((pattern,)), mode, 1, device_index, rows)
+    configs = factor_configs(pattern, mode, rows, shared_limit_of(device_index))
+    return next((config for config in configs if asdict(config) == fields), None) or next(iter(configs), None)
+
+
+@cache
+def factor_product(pattern: Pattern, mode: str, config: FactorConfig | None, shared_limit: int) -> FactorProduct:
+    """The product with one factor; the same object for the same configuration. None takes the first for ``SingleFactor``."""
+    if isinstance(config, BatchedConfig):
+        return BatchedFactor(pattern, mode, config)
+    return SingleFactor(pattern, mode, config, shared_limit=shared_limit)
 
 
 @lru_cache(maxsize=4096)
@@ -118,8 +150,8 @@ def product_of(architecture: Architecture, mode: str, linears: int, device_index
     if linears > 1 or fused_reason(architecture, mode, 1, limit) is None:
         kernel = fused_kernel(architecture, mode, linears, rows, device_index=device_index)
         return _product(architecture, mode, linears, device_index, kernel)
-    singles = tuple(chosen_factor(pattern, mode, device_index, rows) for pattern in reversed(architecture.patterns))
-    return _product(architecture, mode, 1, device_index, singles)
+    ways = [(pattern, mode, factor_config(pattern, mode, device_index, rows), limit) for pattern in reversed(architecture.patterns)]
+    return _product(architecture, mode, 1, device_index, tuple(factor_product(*way) for way in ways))
 
 
 @cache
@@ -127,3 +159,45 @@ def _product(
     architecture: Architecture, mode: str, linears: int, device_index: int, kernels: FusedLinear | tuple[FactorProduct, ...]
 ) -> Product:
     return Product(architecture, mode, linears, device_index, kernels)
+
+
+def run_product(
+    x: Tensor,  # shape: (*batch, in_features)
+    factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right; of several linears one after the other
+    biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
+    linears: int,
+    mode: str,
+    *,
+    transposed: bool = False,
+) -> Tensor:  # shape: (*batch, linears * out_features)
+    """``x @ W.T + bias`` for one linear, or for several of one architecture side by side; on the current stream.
+
+    ``transposed`` multiplies by W in place of its transpose: ``x @ W``, one linear, no bias. Any strides of x, any
+    number of rows. Factors and biases may be wider than x; they are rounded when they are packed.
+    """
+    factors, biases = tuple(factors), tuple(biases)
+    device_index = x.device.index
+    if device_index != current_device():
+        with torch.cuda.device(device_index):
+            return run_product(x, factors, biases, linears, mode, transposed=transposed)
+    rows = x.numel() // x.shape[-1]
+    product = product_for(factors, linears, mode, device_index, rows, transposed)
+    meet(product, x)
+    if rows == 0:
+        return x.new_empty((*x.shape[:-1], linears * product.architecture.out_features))
+    packed, early = derived_for_launch(
+        (product, transposed), factors + biases, lambda: product.pack(factors, biases, transposed), inference=False
+    )
+    return product.run(x, packed, bool(biases), early)
+
+
+def product_for(factors: tuple[Tensor, ...], linears: int, mode: str, device_index: int, rows: int, transposed: bool) -> Product:
+    """The kernels for factors of these shapes; the same object as long as the autotuned choices stay the same."""
+    shapes = tuple(factor.shape for factor in factors[: len(factors) // linears])
+    return _chosen(shapes, mode, linears, device_index, rows_bucket(rows), transposed)
+
+
+@chosen_by_table
+def _chosen(shapes: tuple[torch.Size, ...], mode: str, linears: int, device_index: int, rows: int, transposed: bool) -> Product:
+    architecture = Architecture(tuple(Pattern(*shape) for shape in shapes))
+    return product_of(architecture.transpose if transposed else architecture, mode, linears, device_index, rows)

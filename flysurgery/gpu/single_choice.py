@@ -14,19 +14,11 @@ _PLANNED_ROWS = 25088
 _MAX_BLOCKS = 4
 _CANDIDATES = 12
 _DRAM_ACCESS = 64
-_found_elsewhere: dict[tuple[Pattern, str, int], tuple[SingleConfig, ...]] = {}
-
-
-def remember(pattern: Pattern, mode: str, shared_limit: int, found: tuple[SingleConfig, ...]) -> None:
-    """Store what ``candidates`` has found in another process; a search takes a tenth of a second."""
-    _found_elsewhere[pattern, mode, shared_limit] = found
 
 
 @lru_cache(maxsize=4096)
 def candidates(pattern: Pattern, mode: str, shared_limit: int) -> tuple[SingleConfig, ...]:
     """Configurations that fit, the most promising first; a dozen at most."""
-    if (pattern, mode, shared_limit) in _found_elsewhere:
-        return _found_elsewhere[pattern, mode, shared_limit]
     filled = [_fill(SingleTiling(pattern, mode, config), shared_limit) for config in _enumerate(pattern, mode)]
     fitting = [config for config in filled if config is not None]
     return tuple(sorted(fitting, key=lambda config: _cost(SingleTiling(pattern, mode, config)))[:_CANDIDATES])

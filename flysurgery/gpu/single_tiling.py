@@ -1,13 +1,87 @@
-"""How the single-factor kernel tiles one pattern: a configuration, and the sizes that follow. Integers only."""
+"""How the single-factor kernel tiles one pattern: a configuration, and the sizes and pitches that follow. Integers only."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, gcd
 
 from flysurgery.gpu.modes import MODE_NUMBERS
-from flysurgery.gpu.single_banks import best_pitch, reads, writes
 from flysurgery.patterns import Pattern
+
+_BANKS = 32
+Accesses = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+"""For each warp-wide access its width in bytes, and each lane's row and byte offset within the row."""
+
+
+def _vectors(start: int, size: int) -> list[tuple[int, int]]:
+    """(offset, width) of the accesses that cover ``size`` bytes, as ``read_words`` and ``write_words`` split them."""
+    width = 16 if size % 16 == 0 else 8 if size % 8 == 0 else 4
+    return [(start + offset, width) for offset in range(0, size, width)]
+
+
+def _gather(lanes: list[list[tuple[int, int]]]) -> Accesses:
+    steps = len(lanes[0])
+    return tuple((lanes[0][s][1], tuple((lane // 4, lanes[lane][s][0]) for lane in range(32))) for s in range(steps))
+
+
+def _read_accesses(residue_warps: int, residues: int, interleaved: bool, element_bytes: int) -> Accesses:
+    """What a warp of the kernel reads for 16 inputs q of rows g = lane / 4."""
+    pitch = residue_warps * residues * element_bytes
+    lanes = []
+    for lane in range(32):
+        t = lane % 4
+        if residue_warps == 1 and not interleaved:
+            lanes.append(_vectors(t * 4 * pitch, 4 * residues * element_bytes))
+        else:
+            inputs = [t + 4 * m if interleaved else 4 * t + m for m in range(4)]
+            size = -(-residues * element_bytes // 4) * 4
+            lanes.append([vector for q in inputs for vector in _vectors(q * pitch, size)])
+    return _gather(lanes)
+
+
+def _write_accesses(residue_warps: int, residues: int, element_bytes: int) -> Accesses:
+    """What a warp of the kernel writes for a tile of 8 outputs of rows g = lane / 4."""
+    pitch = residue_warps * residues * element_bytes
+    lanes = []
+    for lane in range(32):
+        p = 2 * (lane % 4)
+        if residue_warps == 1:
+            lanes.append(_vectors(p * pitch, 2 * pitch))
+        else:
+            lanes.append([vector for output in (p, p + 1) for vector in _vectors(output * pitch, residues * element_bytes)])
+    return _gather(lanes)
+
+
+def best_pitch(row_bytes: int, accesses: Callable[..., Accesses], *sizes: int) -> tuple[int, float]:
+    """The shortest pitch of at least ``row_bytes`` with the fewest conflicts, and its wavefronts over the least possible."""
+    base = -(-row_bytes // 16) * 16
+    pad, conflicts = _best_pad(base % (4 * _BANKS) + 4 * _BANKS, accesses, *sizes)  # with a pitch of 0 all rows would coincide
+    return base + pad, conflicts
+
+
+@lru_cache(maxsize=8192)
+def _best_pad(base: int, accesses: Callable[..., Accesses], *sizes: int) -> tuple[int, float]:
+    made = accesses(*sizes)
+    conflicts, pad = min((_wavefronts(base + pad, made), pad) for pad in range(0, 4 * _BANKS, 16))
+    return pad, conflicts
+
+
+def _wavefronts(pitch: int, accesses: Accesses) -> float:
+    count = 0
+    least = 0.0
+    for width, lanes in accesses:
+        together = 32 * 4 // width
+        for start in range(0, 32, together):
+            words = {(row * pitch + offset) // 4 + w for row, offset in lanes[start : start + together] for w in range(width // 4)}
+            banks = [0] * _BANKS
+            for word in words:
+                banks[word % _BANKS] += 1
+            count += max(banks)
+        least += len(lanes) * width / (4 * _BANKS)
+    return count / least
+
 
 HEADER_BYTES = 128
 _REGISTERS_BESIDE_TILES = 60
@@ -111,15 +185,15 @@ class SingleTiling:
 
     def _x_pitch_and_conflicts(self) -> tuple[int, float]:
         config, width = self.config, self.element_bytes
-        key = reads(config.residue_warps, config.residues, config.interleaved, width)
-        return best_pitch(config.chunk * config.block_residues * width, key)
+        sizes = config.residue_warps, config.residues, config.interleaved, width
+        return best_pitch(config.chunk * config.block_residues * width, _read_accesses, *sizes)
 
     @property
     def y_pitch(self) -> int:
         """Bytes from row to row of a slab of y."""
         config, width = self.config, self.element_bytes
-        key = writes(config.residue_warps, config.residues, width)
-        return best_pitch(config.block_outputs * config.block_residues * width, key)[0]
+        sizes = config.residue_warps, config.residues, width
+        return best_pitch(config.block_outputs * config.block_residues * width, _write_accesses, *sizes)[0]
 
     @property
     def x_vector(self) -> int:

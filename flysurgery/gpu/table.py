@@ -1,4 +1,4 @@
-"""The table of autotuned configurations: the shipped one, and the user's own, which comes first."""
+"""The table of autotuned configurations: the shipped one, and the user's own, which comes first; and a record of what to autotune."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from flysurgery.errors import PatternError
+from flysurgery.gpu.doubt import doubt
 from flysurgery.gpu.folder import cache_folder, warn_unwritable
 from flysurgery.patterns import Architecture
 
 SCHEMA = 1
-Config = TypeVar("Config")
 Chosen = TypeVar("Chosen")
 Given = ParamSpec("Given")
 _REMEMBERED = 4096
@@ -91,13 +93,6 @@ def tuned_config(kernel: str, architecture: Architecture, mode: str, linears: in
     return min(entries.values(), key=lambda entry: abs(math.log(entry.case.rows / max(rows, 1)))).config
 
 
-def matching(fields: dict[str, Any] | None, candidates: Callable[[], Sequence[Config]]) -> Config | None:
-    """The candidate that a table's entry describes; None without an entry, or if the kernels of this version have no such candidate."""
-    if fields is None:
-        return None
-    return next((config for config in candidates() if asdict(config) == fields), None)  # pyright: ignore[reportArgumentType]
-
-
 def save_entries(entries: Iterable[TunedEntry]) -> Path:
     """Add entries to the user's table, in place of older ones of the same case; gives the file.
 
@@ -146,3 +141,34 @@ def _read(path: Path) -> list[TunedEntry]:
         return [TunedEntry.from_json(fields) for fields in table["entries"]] if table["schema"] == SCHEMA else []
     except (OSError, ValueError, KeyError, TypeError, PatternError):
         return []
+
+
+class Tunable(Protocol):
+    """Kernels with configurations to choose from."""
+
+    device_index: int
+
+    def cases(self, rows: int) -> list[TunedCase]:
+        """The cases to autotune for calls with this many rows."""
+        ...
+
+
+_met: dict[tuple[Tunable, int], None] | None = None
+
+
+def meet(kernels: Tunable, x: Tensor) -> None:
+    """Record that kernels run on the rows of x, if a recording is active."""
+    if _met is not None:
+        _met[kernels, x.numel() // x.shape[-1]] = None
+
+
+@contextmanager
+def recording() -> Iterator[dict[tuple[Tunable, int], None]]:
+    """Record the kernels that all threads run inside the block, in order."""
+    global _met
+    _met = {}
+    doubt()  # a repeated call would record nothing
+    try:
+        yield _met
+    finally:
+        _met = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import ceil
+from typing import Any
 
 from flysurgery.gpu.modes import MODE_NUMBERS
 from flysurgery.patterns import Architecture, Pattern
@@ -251,8 +252,8 @@ class Tiling:
             "GROUPS": self.linears,
             "MODE": MODE_NUMBERS[self.mode],
             "GROUP_TILES": self.group_tiles,
-            "CLASS_FROM": _braces(low for low, _ in self.class_tiles),
-            "CLASS_TILES": _braces(count for _, count in self.class_tiles),
+            "CLASS_FROM": braces(low for low, _ in self.class_tiles),
+            "CLASS_TILES": braces(count for _, count in self.class_tiles),
             "KSTEPS1": self.first_steps,
             "RUN": config.run,
             "WARPS": config.warps,
@@ -275,8 +276,9 @@ class Tiling:
         }
 
 
-def _braces(values: Iterable[int]) -> str:
-    return "{" + ",".join(map(str, values)) + "}"
+def braces(values: Iterable[Any]) -> str:
+    """Integers, or nested lists of them, as the initializer of an array in C."""
+    return "{" + ",".join(braces(value) if isinstance(value, list) else str(value) for value in values) + "}"
 
 
 def second_batch(config: FusedConfig) -> int:

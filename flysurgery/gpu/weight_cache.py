@@ -1,12 +1,13 @@
-"""Tensors computed from parameters, such as packed weights, kept until the parameters change or die."""
+"""Tensors computed from parameters, such as packed weights, kept until the parameters change or die, and those that graphs read."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor, UntypedStorage
 
 from flysurgery.gpu.doubt import Trust, doubt
 from flysurgery.gpu.replay.recording import mark_changed, rely_on
-from flysurgery.gpu.taken import present_taken
 from flysurgery.torch_state import without_autocast
 
 Stamp = tuple[object, ...]
@@ -62,7 +62,7 @@ def derived(
         inference: whether it is for an operator without gradients.
     """
     capturing = sources[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    taken = present_taken() if capturing else None
+    taken = _present.taken if capturing else None
     follows = capturing and not inference and taken is None
     if capturing and any(source.is_inference() or (follows and source.requires_grad) for source in sources):
         return _make(make)
@@ -206,3 +206,56 @@ def derived_for_launch(
 
     tensors = derived(token, sources, noting, inference=inference)
     return tensors, not changed
+
+
+class Taken:
+    """Tensors that graphs read, held as long as this object lives, and the parameters from which they are derived."""
+
+    def __init__(self) -> None:
+        self._kept, self._sources, self._known = list[Tensor](), list[Tensor](), set[int]()
+        self._versions, self._addresses = list[int](), list[int]()
+        self._trust = Trust(())
+
+    def add(self, tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Note that graphs read these tensors, which are derived from the present values of the sources."""
+        self._kept += tensors
+        for source in sources:
+            if id(source) not in self._known:
+                self._known.add(id(source))
+                self._sources.append(source)
+                self._kept.append(source.detach())  # holds its memory, so that no other tensor gets the address
+                self._versions.append(source._version)
+                self._addresses.append(source.data_ptr())
+
+    def trust(self) -> None:
+        """Take all of them as they are now."""
+        self._trust = Trust(self._sources)
+
+    def right(self) -> bool:
+        """Whether no source was written to, moved or retyped since the block of ``taking``, as far as is known."""
+        return (
+            self._trust.holds(self._sources)
+            and self._versions == [source._version for source in self._sources]
+            and self._addresses == [source.data_ptr() for source in self._sources]
+        )
+
+
+class _Present(threading.local):
+    taken: Taken | None = None  # of the graph that this thread captures; without one, a graph packs weights that require gradients itself
+
+
+_present = _Present()
+
+
+@contextmanager
+def taking() -> Iterator[Taken]:
+    """Let graphs that this thread captures in the block read packed weights as they are, even if parameters require gradients.
+
+    Use it for graphs that are captured again when their ``Taken`` is no longer valid. It must live as long as the graphs.
+    """
+    taken = _present.taken = Taken()
+    try:
+        yield taken
+    finally:
+        _present.taken = None
+        taken.trust()

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.factor_gradients import factor_gradients
-from flysurgery.gpu.multiply_out import multiplied_out
+from flysurgery.gpu.parts import Dense, FusedFactors, Linear, present
 from flysurgery.gpu.weight_cache import derived
+from flysurgery.gpu.weight_space import factor_gradients, multiplied_out
 from flysurgery.ops.launches import alike
-from flysurgery.ops.parts import Dense, FusedFactors, Linear, present
 
 Group = Sequence[Linear]
 

@@ -1,4 +1,4 @@
-"""Which backend runs a problem, and why."""
+"""The backends, which of them runs a problem, and why."""
 
 from __future__ import annotations
 
@@ -6,8 +6,26 @@ from dataclasses import dataclass
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.backend import Backend
+from flysurgery.ops.backends.chunked import ChunkedBackend
+from flysurgery.ops.backends.convolution import ConvolutionBackend
+from flysurgery.ops.backends.cuda import CudaBackend
+from flysurgery.ops.backends.pytorch import BmmBackend, DenseBackend, EinsumBackend
+from flysurgery.ops.backends.sparse import BsrBackend, SparseBackend
 from flysurgery.ops.problem import Problem
-from flysurgery.ops.registry import BACKENDS
+
+BACKENDS: dict[str, Backend] = {  # in order of speed, the fastest first
+    backend.name: backend
+    for backend in (
+        CudaBackend(),
+        ConvolutionBackend(),
+        ChunkedBackend(),
+        EinsumBackend(),
+        BmmBackend(),
+        DenseBackend(),
+        BsrBackend(),
+        SparseBackend(),
+    )
+}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.errors import BackendError
+from flysurgery.gpu.factor_by_factor import run_wide_ffn
+from flysurgery.gpu.ffn import run_ffn
 from flysurgery.gpu.gated import gated_obstacle
+from flysurgery.gpu.parts import FusedFactors, Gated, Linear, Norm, present, wrong_norm, wrong_size, wrong_vector
 from flysurgery.ops.launches import (
     epilogue_reason,
     few_rows_linear,
@@ -20,20 +23,20 @@ from flysurgery.ops.launches import (
     gated_dense,
     gated_factors,
     in_one_launch,
+    like,
     linear_epilogue,
     multiplied,
     norm_reason,
     normed,
+    rows_of,
     takes_few_rows,
     takes_gated_dense,
     takes_gated_factors,
-    whole_ffn,
     whole_reason,
 )
 from flysurgery.ops.norm_linears import plain_norm
-from flysurgery.ops.parts import FusedFactors, Gated, Linear, Norm, present, wrong_norm, wrong_size, wrong_vector
 from flysurgery.ops.ways import Stage, Stages
-from flysurgery.ops.wide import takes_ffn, wide_ffn, wide_ffn_launches
+from flysurgery.ops.wide import takes_ffn, wide_ffn_launches
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -212,10 +215,10 @@ def _multiplied_and_added(hidden: Tensor, x: Tensor, block: FeedForward) -> Tens
 def _whole(y: Tensor, x: Tensor, block: FeedForward) -> Tensor:
     norm, up, down, activation, scale, residual, _, _ = block
     assert isinstance(up, FusedFactors) and isinstance(down, FusedFactors), "the stages say so"
-    return whole_ffn(x, norm, up, down, activation, scale, residual)
+    return like(x, run_ffn(rows_of(x), norm, up, down, activation, scale, residual))
 
 
 def _by_factors(y: Tensor, x: Tensor, block: FeedForward) -> Tensor:
     norm, up, down, activation, scale, residual, _, moments = block
     assert isinstance(up, FusedFactors) and isinstance(down, FusedFactors), "the stages say so"
-    return wide_ffn(x, norm, up, down, activation, scale, residual, moments)
+    return like(x, run_wide_ffn(rows_of(x), norm, up, down, activation, scale, residual, moments))

@@ -10,15 +10,15 @@ from torch.nn import functional
 from flysurgery.gpu.dense import dense_obstacle, run_dense, run_dense_gated
 from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.few_rows import most_rows, run_few_rows
-from flysurgery.gpu.ffn import ffn_obstacle, run_ffn
+from flysurgery.gpu.ffn import ffn_obstacle
 from flysurgery.gpu.fused import fused_reason
 from flysurgery.gpu.fused_linears import run_fused_linears
 from flysurgery.gpu.gated import run_gated
 from flysurgery.gpu.layer_norm import layer_norm_obstacle, run_layer_norm
 from flysurgery.gpu.modes import mode_for
+from flysurgery.gpu.parts import Dense, FusedFactors, Gated, Linear, Norm
 from flysurgery.gpu.some_rows import most_some_rows, run_some_rows
 from flysurgery.ops.multiply import ks_linear
-from flysurgery.ops.parts import Dense, FusedFactors, Gated, Linear, Norm
 
 
 def multiplied(x: Tensor, linear: Linear) -> Tensor:
@@ -51,7 +51,7 @@ def linear_epilogue(
     """``residual + activation(scale * linear(x))``, where ``epilogue_reason`` is None."""
     added = None if residual is None else rows_of(residual)
     if isinstance(linear, Dense):
-        return like(x, run_dense(rows_of(x), linear.weight, linear.bias, activation, added, scale, mode_for(x)))
+        return like(x, run_dense(rows_of(x), linear, activation, added, scale, mode_for(x)))
     return like(x, _fused(rows_of(x), None, (linear,), None, activation, added, scale))
 
 
@@ -74,8 +74,7 @@ def _fused(
     residual: Tensor | None = None,  # shape: (rows, sum of all out_features)
     scale: Tensor | None = None,  # shape: (sum of all out_features,)
 ) -> Tensor:  # shape: (rows, sum of all out_features), half of them where gated
-    linears, biases = [member.factors for member in group], [m.bias for m in group if m.bias is not None]
-    return run_fused_linears(x, norm, linears, biases, gate, activation, residual, scale, mode_for(x))
+    return run_fused_linears(x, norm, group, gate, activation, residual, scale, mode_for(x))
 
 
 def fused_norm_linear(
@@ -111,11 +110,10 @@ def few_rows_linear(
 
     Factors are multiplied out when they are packed; dense layers stay.
     """
-    linears = [member.factors if isinstance(member, FusedFactors) else member.weight for member in group]
-    rows, added, biases = rows_of(x), None if residual is None else rows_of(residual), [member.bias for member in group]
+    rows, added = rows_of(x), None if residual is None else rows_of(residual)
     if _has_fewest(x, group, norm):
-        return like(x, run_few_rows(rows, norm, linears, biases, activation, added, scale))
-    return like(x, run_some_rows(rows, linears, biases, activation, added, scale, mode_for(x)))
+        return like(x, run_few_rows(rows, norm, group, activation, added, scale))
+    return like(x, run_some_rows(rows, group, activation, added, scale, mode_for(x)))
 
 
 def takes_few_rows(x: Tensor, group: Sequence[Linear], norm: Norm | None = None) -> bool:
@@ -174,19 +172,6 @@ def takes_gated_dense(x: Tensor, up: Gated) -> bool:
 
 def _biases(up: Gated) -> list[Tensor]:
     return [member.bias for member in up.members if member.bias is not None]
-
-
-def whole_ffn(
-    x: Tensor,  # shape: (*batch, in_features)
-    norm: Norm | None,
-    up: FusedFactors,
-    down: FusedFactors,
-    activation: str,
-    scale: Tensor | None,  # shape: (out_features,)
-    residual: bool,
-) -> Tensor:  # shape: (*batch, out_features)
-    """``x + scale * down(activation(up(norm(x))))``, where ``whole_reason`` is None; without ``x +`` where ``residual`` is false."""
-    return like(x, run_ffn(rows_of(x), norm, up.factors, up.bias, down.factors, down.bias, activation, scale, residual))
 
 
 def whole_reason(x: Tensor, norm: Norm | None, up: Linear, down: Linear) -> str | None:

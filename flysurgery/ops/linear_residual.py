@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flysurgery.gpu.dense import run_dense_moments, streamed_for
 from flysurgery.gpu.modes import mode_for
+from flysurgery.gpu.parts import Dense, Linear, present, wrong_size, wrong_vector
 from flysurgery.ops.launches import epilogue_reason, few_rows_linear, linear_epilogue, multiplied, takes_few_rows
-from flysurgery.ops.parts import Dense, Linear, present, wrong_size, wrong_vector
 from flysurgery.ops.ways import Stage, Stages, reason
 
 
@@ -67,5 +67,5 @@ def run_with_moments(x: Tensor, operation: LinearResidual) -> tuple[Tensor, Tens
     linear, residual, scale = operation
     assert isinstance(linear, Dense), "other layers leave no moments"
     rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, residual.shape[-1])
-    y, moments = run_dense_moments(rows, linear.weight, linear.bias, added, scale, mode_for(x))
+    y, moments = run_dense_moments(rows, linear, added, scale, mode_for(x))
     return y.view(residual.shape), moments

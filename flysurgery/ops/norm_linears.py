@@ -9,23 +9,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flysurgery.gpu.factor_by_factor import run_wide_group
+from flysurgery.gpu.parts import Dense, FusedFactors, Linear, Norm, wrong_norm, wrong_size
 from flysurgery.ops.as_dense import side_by_side
-from flysurgery.ops.group import ks_linear_group
 from flysurgery.ops.launches import (
     alike,
     epilogue_reason,
     few_rows_linear,
     fused_norm_linear,
     in_one_launch,
+    like,
     linear_epilogue,
     multiplied,
     norm_reason,
     normed,
+    rows_of,
     takes_few_rows,
 )
-from flysurgery.ops.parts import Dense, FusedFactors, Linear, Norm, wrong_norm, wrong_size
+from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.ops.ways import Stage, Stages
-from flysurgery.ops.wide import takes_group, wide_group, wide_group_launches
+from flysurgery.ops.wide import GROUP_LAUNCHES, takes_group
 from flysurgery.torch_state import tf32_allowed
 
 
@@ -96,7 +99,7 @@ class NormLinears(NamedTuple):
             return before, Stage(("linear",), lambda y, x, given: _multiplied(y, [side_by_side(given.group, y.dtype)]))
         together = in_one_launch(x, factors)
         if alike(factors) and takes_group(x, factors, together):
-            return (Stage(wide_group_launches(), lambda y, x, given: wide_group(y, given.norm, given.group)),)
+            return (Stage(GROUP_LAUNCHES, lambda y, x, given: like(x, run_wide_group(rows_of(x), given.norm, given.group))),)
         if together:
             return (Stage(("norm and linear",), lambda y, x, given: fused_norm_linear(y, given.norm, given.group, "none")),)
         return before, Stage(("linear",), lambda y, x, given: _multiplied(y, given.group))

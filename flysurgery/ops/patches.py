@@ -14,7 +14,7 @@ from torch.nn import functional
 from flysurgery.gpu.dense_patches import patches_obstacle, rows_of_image, run_patches
 from flysurgery.gpu.device import device_obstacle
 from flysurgery.gpu.modes import present_mode
-from flysurgery.ops.parts import present
+from flysurgery.gpu.parts import present
 from flysurgery.ops.ways import Stage, Stages
 from flysurgery.torch_state import is_tracing
 

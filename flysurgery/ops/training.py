@@ -14,14 +14,13 @@ from torch import Tensor
 
 from flysurgery.gpu.doubt import doubt_trained
 from flysurgery.gpu.gradients import summed
-from flysurgery.gpu.layer_norm import present_norm
-from flysurgery.gpu.norm_gradient import NormGradient, norm_gradient
+from flysurgery.gpu.layer_norm import NormGradient, norm_gradient, present_norm
+from flysurgery.gpu.parts import Gated, Linear, Norm, present
 from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
 from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
 from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward
 from flysurgery.ops.linear_residual import LinearResidual
 from flysurgery.ops.norm_linears import NormLinears
-from flysurgery.ops.parts import Gated, Linear, Norm, present
 from flysurgery.ops.ways import Operation
 from flysurgery.torch_state import is_tracing, refuse_second_derivative, without_autocast
 

@@ -13,7 +13,7 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu.device import device_obstacle
 from flysurgery.gpu.kernel import current_device
 from flysurgery.gpu.modes import DTYPE_NUMBERS
-from flysurgery.ops.registry import BACKENDS
+from flysurgery.ops.dispatch import BACKENDS
 from flysurgery.torch_state import autocast_dtype, foreign_obstacle, is_tracing, tf32_allowed
 
 Found = TypeVar("Found")

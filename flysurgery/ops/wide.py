@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from flysurgery.gpu.factor_by_factor import middle_places, wide_ffn_obstacle, wide_group_obstacle
 from flysurgery.gpu.ffn_middle import fills_rounds
-from flysurgery.gpu.wide_ffn import middle_places, run_wide_ffn, wide_ffn_obstacle
-from flysurgery.gpu.wide_group import run_wide_group, wide_group_obstacle
-from flysurgery.ops.launches import like, rows_of
-from flysurgery.ops.parts import FusedFactors, Norm
+from flysurgery.gpu.parts import FusedFactors, Norm
 
 MOMENTS = "moments"
 """The launch of a norm before factors that finds the mean and the deviation of each row."""
+
+GROUP_LAUNCHES = MOMENTS, "norm and first factors", "second factors"
+"""What the launches of ``run_wide_group`` compute, one after the other."""
 
 NARROWEST_BLOCK, NARROWEST_GROUP = 512, 768
 """From this many features on, one launch for each factor is faster: for feed-forward blocks, and for few rows of linears that share x.
@@ -31,25 +32,10 @@ q, k and v of 768 features take 11.6 us in one launch and 13.8 factor by factor 
 """
 
 
-def wide_ffn(
-    x: Tensor,  # shape: (*batch, in_features)
-    norm: Norm | None,
-    up: FusedFactors,
-    down: FusedFactors,
-    activation: str,
-    scale: Tensor | None,  # shape: (out_features,)
-    residual: bool,
-    moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
-) -> Tensor:  # shape: (*batch, out_features)
-    """``x + scale * down(activation(up(norm(x))))`` where ``takes_ffn`` holds; without ``x +`` where ``residual`` is false."""
-    layers = up.factors, up.bias, down.factors, down.bias
-    return like(x, run_wide_ffn(rows_of(x), norm, *layers, activation, scale, residual, moments))
-
-
 def wide_ffn_launches(
     x: Tensor, norm: Norm | None, up: FusedFactors, down: FusedFactors, scale: Tensor | None, residual: bool
 ) -> tuple[str, ...]:
-    """What the launches of ``wide_ffn`` compute, one after the other."""
+    """What the launches of ``run_wide_ffn`` compute, one after the other."""
     joined = fills_rounds(x.numel() // x.shape[-1], middle_places(up.architecture, down.architecture, x.device.index))
     first = ("first factor of up",) if norm is None else (MOMENTS, "norm and first factor of up")
     last = ["second factor of down", *(["scale"] if scale is not None else []), *(["residual"] if residual else [])]
@@ -60,21 +46,6 @@ def wide_ffn_launches(
 def takes_ffn(x: Tensor, up: FusedFactors, down: FusedFactors) -> bool:
     """Whether a feed-forward block that no kernel takes as a whole is multiplied factor by factor."""
     return x.shape[-1] >= NARROWEST_BLOCK and wide_ffn_obstacle(up.architecture, down.architecture, x.dtype, x.device.index) is None
-
-
-def wide_group(
-    x: Tensor,  # shape: (*batch, in_features)
-    norm: Norm,
-    group: Sequence[FusedFactors],
-) -> Tensor:  # shape: (*batch, sum of all out_features)
-    """The linears' outputs for ``norm(x)``, side by side, where ``takes_group`` holds."""
-    factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
-    return like(x, run_wide_group(rows_of(x), norm, factors, biases, len(group)))
-
-
-def wide_group_launches() -> tuple[str, ...]:
-    """What the launches of ``wide_group`` compute, one after the other."""
-    return MOMENTS, "norm and first factors", "second factors"
 
 
 def takes_group(x: Tensor, group: Sequence[FusedFactors], together: bool) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flysurgery.gpu import run_product as multiplication
+from flysurgery.gpu import product as multiplication
 from flysurgery.gpu import weight_cache
 from flysurgery.gpu.gradients import all_gradients, input_gradient
 from flysurgery.gpu.table import forget_choices

@@ -13,9 +13,9 @@ from torch import Tensor
 from flysurgery.gpu import some_rows
 from flysurgery.gpu.dense import run_dense
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.few_rows import Weights, run_few_rows
-from flysurgery.gpu.some_rows import run_some_rows
-from flysurgery.gpu.some_rows_tiling import SomeRowsTiling, some_rows_tiling, some_rows_tilings
+from flysurgery.gpu.few_rows import run_few_rows
+from flysurgery.gpu.parts import Dense, FusedFactors
+from flysurgery.gpu.some_rows import SomeRowsTiling, run_some_rows, some_rows_tiling, some_rows_tilings
 from flysurgery.patterns import Pattern
 from tests.support.tolerance import ARITHMETICS, Arithmetic
 
@@ -64,23 +64,24 @@ class DenseKernel:
     def linears(
         self,
         x: Tensor,
-        weights: Sequence[Weights],
+        weights: Sequence[Tensor | Sequence[Tensor]],
         biases: Sequence[Tensor | None],
         activation: str = "none",
         residual: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> Tensor:
         """What ``run_some_rows`` says; the kernel for any number of rows takes one dense layer, that for few rows few at a time."""
+        group = [Dense(w, b) if isinstance(w, Tensor) else FusedFactors(tuple(w), b) for w, b in zip(weights, biases, strict=True)]
         if self.kind == "some rows":
-            return run_some_rows(x, weights, biases, activation, residual, scale, self.mode)
+            return run_some_rows(x, group, activation, residual, scale, self.mode)
         if self.kind == "few rows":
             parts = x.split(FEW_ROWS)
             added = [None] * len(parts) if residual is None else residual.split(FEW_ROWS)
             pairs = zip(parts, added, strict=True)
-            return torch.cat([run_few_rows(part, None, weights, biases, activation, each, scale) for part, each in pairs])
-        (weight,), (bias,) = weights, biases
-        assert isinstance(weight, Tensor)
-        return run_dense(x, weight, bias, activation, residual, scale, self.mode)
+            return torch.cat([run_few_rows(part, None, group, activation, each, scale) for part, each in pairs])
+        (linear,) = group
+        assert isinstance(linear, Dense)
+        return run_dense(x, linear, activation, residual, scale, self.mode)
 
     def linear(
         self,

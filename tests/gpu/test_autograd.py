@@ -14,7 +14,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.factors import ks_einsum
 from flysurgery.gpu import weight_cache as derivation
-from flysurgery.gpu.autograd import EagerLinear
+from flysurgery.gpu.gradients import EagerLinear
 from flysurgery.patterns import Architecture
 from tests.support.problems import make_factors, make_input, make_integers, make_vector
 from tests.support.tolerance import FP32, FP64, assert_equal

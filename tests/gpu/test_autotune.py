@@ -15,7 +15,7 @@ from flysurgery.gpu import autotune as tuning
 from flysurgery.gpu import table
 from flysurgery.gpu.autotune import autotune
 from flysurgery.gpu.fused import fused_kernel
-from flysurgery.gpu.run_product import run_product
+from flysurgery.gpu.product import run_product
 from flysurgery.gpu.table import TunedCase, user_table
 from tests.gpu.emulation import EmulatedProduct
 from tests.gpu.gpu_layer import DEEP, SQUARE, Layer, check, rows_of

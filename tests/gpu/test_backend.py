@@ -10,12 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flysurgery.errors import BackendError, PatternError
-from flysurgery.gpu import configured, device
+from flysurgery.gpu import device, product
 from flysurgery.gpu.operators import check_operands
 from flysurgery.ops import BACKENDS, Problem, ks_linear
 from flysurgery.ops.backends import cuda as cuda_backend
 from flysurgery.ops.backends.cuda import CudaBackend
-from flysurgery.ops.group import ks_linear_group
+from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.patterns import Architecture
 from tests.gpu.graphs import Graphs
 from tests.support.problems import make_factors, make_input, make_vector
@@ -32,7 +32,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pretend that a Hopper GPU is the current device, and that the CUDA backend comes first."""
     monkeypatch.setattr(cuda_backend, "device_obstacle", lambda: None)
     monkeypatch.setattr(cuda_backend, "shared_limit_of", lambda index: HOPPER_SHARED_BYTES)
-    monkeypatch.setattr(configured, "shared_limit_of", lambda index: HOPPER_SHARED_BYTES)
+    monkeypatch.setattr(product, "shared_limit_of", lambda index: HOPPER_SHARED_BYTES)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
     before = dict(BACKENDS)

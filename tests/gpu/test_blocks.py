@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from flysurgery.gpu.device import multiprocessors_of
+from flysurgery.gpu.factor_by_factor import run_wide_ffn, run_wide_group
 from flysurgery.gpu.gated import run_gated
-from flysurgery.gpu.wide_ffn import run_wide_ffn
-from flysurgery.gpu.wide_group import run_wide_group
 from flysurgery.ops import (
     Dense,
     FeedForward,
@@ -214,8 +213,7 @@ FACTOR_BY_FACTOR = [
 def factor_by_factor(x: Tensor, block: FeedForward, moments: Tensor | None = None) -> Tensor:
     norm, up, down, activation, scale, residual, *_ = block
     assert isinstance(up, FusedFactors) and isinstance(down, FusedFactors)
-    layers = up.factors, up.bias, down.factors, down.bias
-    return run_wide_ffn(x, norm, *layers, activation, scale, residual=residual, moments=moments)
+    return run_wide_ffn(x, norm, up, down, activation, scale, residual=residual, moments=moments)
 
 
 @pytest.mark.parametrize(("architectures", "dtype", "rows", "activation"), FACTOR_BY_FACTOR)
@@ -258,8 +256,7 @@ def test_moments_may_come_in_parts_and_from_a_residual_sum() -> None:
 
 
 def wide_group(x: Tensor, norm: Norm | None, group: list[FusedFactors]) -> Tensor:
-    factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
-    return run_wide_group(x, norm, factors, biases, len(group))
+    return run_wide_group(x, norm, group)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])

@@ -11,24 +11,23 @@ from typing import TypeVar
 import pytest
 import torch
 
-from flysurgery.gpu.block_linear import ACTIVATIONS
+from flysurgery.gpu.attention import ring_attention
 from flysurgery.gpu.compile import compile_cubin, kernel_path
 from flysurgery.gpu.dense_tiling import Patch, dense_tiling, stream_tiling
-from flysurgery.gpu.factor_gradients import macros
+from flysurgery.gpu.factor_by_factor import group_tilings, wide_middle, wide_tilings
 from flysurgery.gpu.few_rows import few_rows_tilings
 from flysurgery.gpu.ffn_float_tiling import float_ffn_tiling
 from flysurgery.gpu.ffn_tiling import ffn_tiling
+from flysurgery.gpu.fused import ACTIVATIONS
 from flysurgery.gpu.fused_configs import configs
 from flysurgery.gpu.kernel import ARCH
 from flysurgery.gpu.modes import MODE_NUMBERS
-from flysurgery.gpu.ring_attention import ring_attention
+from flysurgery.gpu.single_by_bmm import Transposition
 from flysurgery.gpu.single_choice import candidates
 from flysurgery.gpu.single_tiling import SingleTiling
-from flysurgery.gpu.some_rows_tiling import some_rows_tiling
+from flysurgery.gpu.some_rows import some_rows_tiling
 from flysurgery.gpu.tiling import tiling
-from flysurgery.gpu.transposition import Transposition
-from flysurgery.gpu.wide_ffn import wide_middle, wide_tilings
-from flysurgery.gpu.wide_group import group_tilings
+from flysurgery.gpu.weight_space import macros
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
 
 LIMIT = 227 * 1024
@@ -48,14 +47,14 @@ def fused(architecture: Architecture, mode: str, linears: int, activation: str =
     tile = made(tiling(architecture, mode, linears, norm=parts.get("norm", False), gated=parts.get("gated", False)))
     config = configs(tile, LIMIT)[0]
     epilogue = {"RESIDUAL": int(parts.get("residual", False)), "SCALED": int(parts.get("scaled", False))}
-    return {**tile.of(config).defines(config), "ACTIVATION": ACTIVATIONS[activation], **epilogue}
+    return {**tile.of(config).defines(config), "ACTIVATION": ACTIVATIONS.index(activation), **epilogue}
 
 
 def whole_ffn(up: Architecture, down: Architecture, mode: str, activation: str, *, scaled: bool) -> Defines:
     tile = made(
         ffn_tiling(up, down, LIMIT, scaled=scaled) if mode in ("fp16", "bf16") else float_ffn_tiling(up, down, mode, LIMIT, scaled=scaled)
     )
-    return {**tile.defines(), "MODE": MODE_NUMBERS[mode], "ACTIVATION": ACTIVATIONS[activation], "NORM": 1, "RESIDUAL": 1}
+    return {**tile.defines(), "MODE": MODE_NUMBERS[mode], "ACTIVATION": ACTIVATIONS.index(activation), "NORM": 1, "RESIDUAL": 1}
 
 
 def stream(size: int) -> Defines:
@@ -70,7 +69,7 @@ def dense(outputs: int, mode: str, *, gated: bool = False) -> Defines:
 def blocks(place: int, architectures: tuple[Architecture, ...]) -> Defines:
     """One factor of a feed-forward block of two layers, or of three linears that share x."""
     tiles = made(wide_tilings(*architectures, LIMIT) if len(architectures) == 2 else group_tilings(*architectures, 3, LIMIT))
-    activation = ACTIVATIONS["gelu" if place == 1 and len(architectures) == 2 else "none"]
+    activation = ACTIVATIONS.index("gelu" if place == 1 and len(architectures) == 2 else "none")
     return tiles[place].defines(place % 2, activation, norm=place == 0, residual=place == 3, scaled=place == 3)
 
 
@@ -115,7 +114,7 @@ KERNELS: dict[str, tuple[int, Variants]] = {
         {f"factor {place} of a block": lambda place=place: blocks(place, WIDE) for place in range(4)}
         | {"factor 0 of a group": lambda: blocks(0, (gonon(768, 768),))},
     ),
-    "ffn_middle": (0, {"gelu": lambda: made(wide_middle(*WIDE, LIMIT)).defines(0, ACTIVATIONS["gelu"])}),
+    "ffn_middle": (0, {"gelu": lambda: made(wide_middle(*WIDE, LIMIT)).defines(0, ACTIVATIONS.index("gelu"))}),
     # Spills of patches of 8x8: their few inputs leave room for the widest tile.
     "dense_linear": (
         64,
@@ -165,13 +164,13 @@ KERNELS: dict[str, tuple[int, Variants]] = {
     "row_sums": (
         0,
         {
-            name: lambda name=name: {"COLUMNS": 1536, "MODE": 1, "ACTIVATION": ACTIVATIONS[name]}
+            name: lambda name=name: {"COLUMNS": 1536, "MODE": 1, "ACTIVATION": ACTIVATIONS.index(name)}
             for name in ("none", "gelu", "gelu_tanh", "silu")
         },
     ),
     "gather": (0, {"nine": lambda: {"SLOTS": 9, "SOURCE": 0, "TARGET": 1}}),
     "transpose": (0, {"odd": lambda: Transposition(2, 19, 3).defines(torch.bfloat16, aligned=False)}),
-    "gated": (0, {"silu": lambda: {"COLUMNS": 2048, "MODE": 2, "ACTIVATION": ACTIVATIONS["silu"]}}),
+    "gated": (0, {"silu": lambda: {"COLUMNS": 2048, "MODE": 2, "ACTIVATION": ACTIVATIONS.index("silu")}}),
     "layer_norm": (0, {"moments": lambda: {"COLUMNS": 4096, "MODE": 2, "MOMENTS": 1}}),
 }
 

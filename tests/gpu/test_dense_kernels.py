@@ -130,7 +130,7 @@ def test_infinities_and_nan_do_not_come_out_finite(kernel: DenseKernel) -> None:
     x[3, 5], x[9, 200] = torch.inf, torch.nan
     outs = [kernel.linear(x, factor)]
     if kernel.kind == "few rows":
-        outs.append(run_few_rows(x, (None, None, 1e-6), [factor[0, :, :, 0]], [None], "none", None, None))
+        outs.append(run_few_rows(x, Norm(None, None, 1e-6), [Dense(factor[0, :, :, 0])], "none", None, None))
     for out in outs:
         assert not bool(out[[3, 9]].isfinite().any())
         assert bool(out[[row for row in range(64) if row not in (3, 9)]].isfinite().all())
@@ -201,7 +201,7 @@ def test_few_rows_behind_a_norm(halves: Arithmetic, pattern: Pattern, mean: floa
     x = (torch.randn(197, pattern.c, generator=torch.Generator("cuda").manual_seed(1), device="cuda") * deviation + mean).to(halves.dtype)
     weight, bias = make_vector(pattern.c, halves, device="cuda"), make_vector(pattern.c, halves, device="cuda")
     factor = make_factor(pattern, halves, device="cuda")
-    out = run_few_rows(x, (weight, bias, 1e-6), [factor[0, :, :, 0]], [None], "none", None, None)
+    out = run_few_rows(x, Norm(weight, bias, 1e-6), [Dense(factor[0, :, :, 0])], "none", None, None)
     truth = product(layer_norm(x.double(), (pattern.c,), weight.double(), bias.double(), 1e-6), [factor])
     assert_epilogue_comparable(out, plainly(layer_norm(x, (pattern.c,), weight, bias, 1e-6), [factor], None), truth, halves)
 
@@ -232,7 +232,7 @@ def test_streamed_weights(halves: Arithmetic, in_features: int, out_features: in
     weight, bias = normal(out_features, in_features, dtype=dtype, deviation=in_features**-0.5), normal(out_features, dtype=dtype)
     scale, added = normal(out_features, dtype=dtype), normal(rows, out_features + 8, dtype=dtype)[:, :out_features]
     residual = added if with_residual else None
-    out = run_dense(x, weight, bias, activation, residual, scale, mode)
+    out = run_dense(x, Dense(weight, bias), activation, residual, scale, mode)
 
     def plain(dtype: torch.dtype) -> Tensor:
         y = ACTIVATIONS[activation](scale.to(dtype) * torch.nn.functional.linear(x.to(dtype), weight.to(dtype), bias.to(dtype)))
@@ -242,8 +242,8 @@ def test_streamed_weights(halves: Arithmetic, in_features: int, out_features: in
     added = added.contiguous()
     added[::3] += 100
     added[1::3, 0] += 100
-    y, moments = run_dense_moments(x, weight, None, added, None, mode)
-    assert_equal(y, run_dense(x, weight, None, "none", added, None, mode))
+    y, moments = run_dense_moments(x, Dense(weight), added, None, mode)
+    assert_equal(y, run_dense(x, Dense(weight), "none", added, None, mode))
     parts = y.double().unflatten(1, (moments.shape[1], -1))
     squares = (parts - parts.mean(dim=2, keepdim=True)).square().sum(dim=2)
     assert float((moments[..., 0] - parts.mean(dim=2)).abs().max()) < 1e-4
@@ -257,6 +257,6 @@ def test_every_row_of_streamed_weights_is_there_and_changes_are_seen() -> None:
         x = torch.randint(-2, 3, (rows, 768), device="cuda").half()
         for _ in range(2):
             expected = (x.float() @ weight.float().T + x.float()).half()
-            assert_equal(run_dense(x, weight, None, "none", x, None, "fp16"), expected)
-            check_replay(lambda x=x: run_dense(x, weight, None, "none", x, None, "fp16"))
+            assert_equal(run_dense(x, Dense(weight), "none", x, None, "fp16"), expected)
+            check_replay(lambda x=x: run_dense(x, Dense(weight), "none", x, None, "fp16"))
             weight.neg_()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops import BACKENDS
-from flysurgery.ops.group import ks_linear_group
+from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.patterns import Architecture, gonon, monarch
 from tests.support.oracle import product
 from tests.support.problems import LARGE_ROWS, make_factor, make_input

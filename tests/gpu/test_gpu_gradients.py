@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import ks_einsum
-from flysurgery.ops.group import ks_linear_group
+from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.patterns import Architecture, gonon, monarch
 from tests.support.tolerance import assert_equal
 

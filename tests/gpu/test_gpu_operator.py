@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.ops import Problem, explain, ks_linear
-from flysurgery.ops.group import ks_linear_group
+from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.patterns import Architecture
 from tests.gpu.gpu_layer import DEEP, SQUARE, Layer, check, check_product, rows_of
 from tests.support.oracle import product

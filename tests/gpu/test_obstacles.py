@@ -9,13 +9,13 @@ import pytest
 from flysurgery.errors import BackendError
 from flysurgery.gpu.attention import attention_obstacle
 from flysurgery.gpu.dense_tiling import dense_tiling
+from flysurgery.gpu.factor_by_factor import wide_middle, wide_tilings
 from flysurgery.gpu.few_rows import few_rows_tilings
 from flysurgery.gpu.ffn import ffn_obstacle
 from flysurgery.gpu.product import product_obstacle
 from flysurgery.gpu.single_choice import single_reason
-from flysurgery.gpu.some_rows_tiling import most_rows, some_rows_tiling
+from flysurgery.gpu.some_rows import most_rows, some_rows_tiling
 from flysurgery.gpu.tiling import tiling
-from flysurgery.gpu.wide_ffn import wide_middle, wide_tilings
 from flysurgery.patterns import Architecture, Pattern
 from flysurgery.patterns.catalog import gonon, monarch
 

@@ -14,22 +14,21 @@ from flysurgery.factors import ks_einsum
 from flysurgery.gpu.block_linear import pack_blocks
 from flysurgery.gpu.dense import pack_dense
 from flysurgery.gpu.dense_tiling import dense_tiling
-from flysurgery.gpu.ffn_float_image import pack_float_ffn
+from flysurgery.gpu.factor_by_factor import wide_middle, wide_tilings
 from flysurgery.gpu.ffn_float_tiling import HEADER_BYTES as FLOAT_HEADER_BYTES
 from flysurgery.gpu.ffn_float_tiling import float_ffn_tiling
-from flysurgery.gpu.ffn_image import pack_ffn
+from flysurgery.gpu.ffn_image import pack_ffn, pack_float_ffn
 from flysurgery.gpu.ffn_middle import pack_middle
 from flysurgery.gpu.ffn_tiling import ffn_tiling
 from flysurgery.gpu.fused_configs import every_config
 from flysurgery.gpu.fused_linears import _fold
 from flysurgery.gpu.image import HEADER_BYTES as FUSED_HEADER_BYTES
 from flysurgery.gpu.image import pack, panel_indices
+from flysurgery.gpu.parts import Norm
 from flysurgery.gpu.single import SingleFactor
 from flysurgery.gpu.single_tiling import HEADER_BYTES
 from flysurgery.gpu.some_rows import pack_floats
 from flysurgery.gpu.tiling import tiling
-from flysurgery.gpu.wide_ffn import wide_middle, wide_tilings
-from flysurgery.ops.parts import Norm
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
 
 SHARED = 227 * 1024

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import ks_einsum
-from flysurgery.gpu.single_by_bmm import BatchedConfig, BatchedFactor, batched_pays
-from flysurgery.gpu.transposition import Transposition
+from flysurgery.gpu.single_by_bmm import BatchedConfig, BatchedFactor, Transposition, batched_pays
 from flysurgery.ops import ks_linear
 from flysurgery.patterns import Architecture, Pattern
 from tests.gpu.gpu_layer import Layer, check_product

@@ -10,10 +10,9 @@ from torch.nn import functional
 
 import flysurgery
 from flysurgery.factors import factors_to_dense
-from flysurgery.gpu.layer_norm import present_norm
-from flysurgery.gpu.multiply_out import multiplied_out
-from flysurgery.gpu.norm_gradient import norm_gradient
+from flysurgery.gpu.layer_norm import norm_gradient, present_norm
 from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
+from flysurgery.gpu.weight_space import multiplied_out
 from flysurgery.ops import trained
 from flysurgery.ops.feed_forward import ACTIVATIONS
 from flysurgery.patterns import Architecture, gonon, monarch, named

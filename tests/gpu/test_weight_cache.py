@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from flysurgery.gpu import weight_cache as derivation
-from flysurgery.gpu.autograd import EagerLinear
-from flysurgery.gpu.run_product import run_product
-from flysurgery.gpu.taken import present_taken, taking
-from flysurgery.gpu.weight_cache import derived, forget_derived
+from flysurgery.gpu.gradients import EagerLinear
+from flysurgery.gpu.product import run_product
+from flysurgery.gpu.weight_cache import derived, forget_derived, taking
 from flysurgery.patterns import Architecture
 from tests.gpu.emulation import EmulatedProduct
 from tests.support.problems import make_factors, make_input, make_vector
@@ -346,11 +345,11 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 def test_graphs_that_take_packed_weights_are_told_of_changes(change: str) -> None:
     sources = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     with taking() as taken:
-        assert present_taken() is taken
+        assert derivation._present.taken is taken
         for source in sources:
             taken.add([source * 2], [source])
             taken.add([source * 3], [*sources])
-    assert present_taken() is None
+    assert derivation._present.taken is None
     assert taken.right()
     with torch.no_grad():
         CHANGES[change](sources[1])

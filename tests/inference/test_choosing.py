@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import flysurgery
 from flysurgery.errors import InferenceError, OptionError, PlanError
+from flysurgery.gpu.parts import FusedFactors
 from flysurgery.inference import Setting, choose_measured, clock, measure_groups
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import FeedForward
-from flysurgery.ops.parts import FusedFactors
 from flysurgery.patterns import Architecture, monarch
 from flysurgery.surgery import Plan
 from tests.inference.models import images, small

@@ -1,1 +1,1 @@
-"""The backends that run PyTorch's operators, one in each file."""
+"""The backends: the CUDA kernels, and those that run PyTorch's operators."""

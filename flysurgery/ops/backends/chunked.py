@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flysurgery.factors import architecture_of, to_blocks
 from flysurgery.ops.backend import Backend
-from flysurgery.ops.backends.bmm import BmmBackend
+from flysurgery.ops.backends.pytorch import BmmBackend
 from flysurgery.ops.backends.scratch import SCRATCH_BYTES, scratch_memory
 from flysurgery.ops.problem import Problem
 from flysurgery.patterns import Pattern

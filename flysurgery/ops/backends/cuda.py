@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 import flysurgery.gpu.operators  # noqa: F401 - registers them
-from flysurgery.gpu.autograd import EagerLinear
-from flysurgery.gpu.configured import factor_config
 from flysurgery.gpu.device import device_obstacle, shared_limit_of
 from flysurgery.gpu.fused import fused_reason
+from flysurgery.gpu.gradients import EagerLinear
 from flysurgery.gpu.modes import mode_of
-from flysurgery.gpu.product import product_obstacle
-from flysurgery.gpu.run_product import run_product
+from flysurgery.gpu.product import factor_config, product_obstacle, run_product
 from flysurgery.gpu.single_by_bmm import BatchedConfig
 from flysurgery.ops.backend import Backend, GroupRunner, Runner
 from flysurgery.ops.problem import Problem, problem_of

@@ -1,4 +1,4 @@
-"""The operands of fused operations besides x: a norm, and a linear layer, of factors or dense, with its bias; and whether they fit."""
+"""The operands of kernels besides x: a norm, and a linear layer, of factors or dense, with its bias; and whether they fit."""
 
 from __future__ import annotations
 
