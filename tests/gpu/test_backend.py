@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flysurgery.errors import BackendError, PatternError
@@ -16,10 +20,11 @@ from flysurgery.ops import BACKENDS, Problem, ks_linear
 from flysurgery.ops.backends import cuda as cuda_backend
 from flysurgery.ops.backends.cuda import CudaBackend
 from flysurgery.ops.group import ks_linear_group
+from flysurgery.ops.problem import problem_of
 from flysurgery.patterns import Architecture
 from tests.gpu.graphs import Graphs
 from tests.support.problems import make_factors, make_input, make_vector
-from tests.support.tolerance import FP32, assert_equal
+from tests.support.tolerance import FP32, assert_bounded, assert_equal
 
 SQUARE = Architecture.of((1, 192, 48, 2), (2, 48, 192, 1))
 DEEP = Architecture.of((3, 2, 4, 2), (2, 3, 5, 4), (2, 5, 6, 4))
@@ -114,6 +119,29 @@ def test_linears_that_share_x_are_one_operator_in_compiled_graphs() -> None:
         with torch.no_grad():
             assert compiled(x).shape == (2, 7, 3 * SQUARE.out_features)
     assert look.operators() == ["ks_linear"]
+
+
+class Default(nn.Module):
+    """A layer with no backend named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList([nn.Parameter(factor) for factor in make_factors(SQUARE, FP32)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ks_linear(x, tuple(self.factors))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_hold_plain_operators_alone(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = partial(replace, device_type="cuda")
+    multiply = importlib.import_module("flysurgery.ops.multiply")
+    monkeypatch.setattr(multiply, "problem_of", lambda *operands: described(problem_of(*operands)))
+    layer, x = Default().requires_grad_(False), make_input(5, SQUARE.in_features, FP32)
+    exported = torch.export.export(layer, (x,), strict=strict)
+    assert {str(node.target).split(".")[0] for node in exported.graph.nodes if node.op == "call_function"} <= {"aten"}
+    assert_bounded(exported.module()(x), x, tuple(layer.factors), None, FP32)
 
 
 def test_the_operator_refuses_what_does_not_fit() -> None:

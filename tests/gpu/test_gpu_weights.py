@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from flysurgery.gpu.fused import FusedLinear
-from flysurgery.gpu.product import product_of
 from flysurgery.gpu.weight_cache import forget_derived
 from flysurgery.patterns import Architecture
 from tests.gpu.gpu_blocks import check_replay
 from tests.gpu.gpu_layer import DEEP, SQUARE, Layer, check, rows_of
-from tests.support.problems import make_factors, make_vector
-from tests.support.tolerance import BF16, FP32, FP32_BY_FP16_PAIRS, Arithmetic, assert_equal
+from tests.support.tolerance import BF16, FP32_BY_FP16_PAIRS, Arithmetic, assert_equal
 
 pytestmark = pytest.mark.gpu
 
@@ -134,19 +131,3 @@ def test_compiled_graphs_keep_their_packed_weights() -> None:
             check(run(x).clone(), layer, x)
             torch.empty(1 << 20, device="cuda").fill_(float("nan"))
             check(run(x).clone(), layer, x)
-
-
-@pytest.mark.parametrize(("mode", "dtype"), [("fp16", torch.float32), ("bf16", torch.float16), ("fp16", torch.bfloat16)])
-@pytest.mark.parametrize(("architecture", "linears"), [(SQUARE, 3), (DEEP, 1)], ids=str)
-def test_tables_pack_as_packing_does(architecture: Architecture, linears: int, dtype: torch.dtype, mode: str) -> None:
-    product = product_of(architecture, mode, linears, 0, 1000)
-    assert isinstance(product.kernels, FusedLinear) == (len(architecture) == 2)
-    factors = tuple(
-        factor.to(dtype) * (index + 1) for index, factor in enumerate(make_factors(architecture, FP32, device="cuda") * linears)
-    )
-    biases = tuple(make_vector(architecture.out_features, FP32, device="cuda").to(dtype) * (n + 1) for n in range(linears))
-    product.pack(factors, biases, transposed=False)
-    packer = product._packers[linears, False]  # other tests have packed for the same product
-    for fast, image in zip(packer(factors + biases), packer.plainly(factors + biases), strict=True):
-        assert fast.data_ptr() % 256 == 0
-        assert torch.equal(fast.view(torch.uint8)[: image.nbytes], image.view(torch.uint8))
