@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import io
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 import flysurgery
 from flysurgery.errors import InferenceError, SurgeryError, WalkError
-from flysurgery.gpu.weight_cache import derived
 from flysurgery.inference import clock
 from flysurgery.inference.standin import StandIn
 from tests.inference.models import BLOCK, SMALL, SWIN, WHOLE, Always, images, left, ready, small
@@ -440,13 +438,3 @@ def test_images_of_other_channels_meet_the_models_own_error() -> None:
     flysurgery.optimize(model)
     with pytest.raises(RuntimeError, match="to have 3 channels, but got 1 channels"):
         model(torch.zeros(2, 1, 32, 32))
-
-
-def test_moved_they_free_what_was_packed(called: list[str]) -> None:
-    model = small()
-    flysurgery.optimize(model)
-    parameters = {name: each for name, each in model.named_parameters() if name.startswith(("patch_embed", "blocks", "norm"))}
-    packed = [weakref.ref(derived("packed", (each,), lambda each=each: (each.clone(),))[0]) for each in parameters.values()]
-    assert packed and all(each() is not None for each in packed)
-    model.double()
-    assert not any(each() is not None for each in packed)

@@ -18,7 +18,6 @@ import flysurgery
 from flysurgery.errors import InferenceError
 from flysurgery.gpu import weight_cache as derivation
 from flysurgery.gpu.weight_cache import forget_derived
-from flysurgery.inference import clock
 from flysurgery.ops import Repeating
 from tests.inference.models import images, small
 from tests.support.tolerance import assert_equal
@@ -27,7 +26,6 @@ pytestmark = pytest.mark.gpu
 SIZES: dict[str, Any] = {"img_size": 64, "patch_size": 16, "embed_dim": 384, "depth": 2, "num_heads": 6, "num_classes": 5}
 REPEATED = 4
 """What is fused by itself: the patches, two blocks, and the last norm."""
-MEDIANS_MS = clock.medians_ms
 ROUNDS = 12
 """Of what is done again and again while much else happens on the GPU."""
 
@@ -139,35 +137,6 @@ def test_modes_streams_and_graphs(model: nn.Module, x: Tensor) -> None:
     changed = model(x)  # also outside of the graph
     assert_equal(captured(x), changed)
     assert not torch.equal(changed, expected)
-
-
-def test_graphs_take_weights_that_require_gradients_as_they_are(model: nn.Module, x: Tensor) -> None:
-    model.requires_grad_()
-    expected = model(x)
-    assert MEDIANS_MS((model,), (x,), most_copies=2)[0] > 0, "the clock's graphs as well"
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = model(x)
-    graph.replay()
-    assert_equal(y, expected)
-    model.get_parameter("blocks.0.mlp.fc1.factors.0").mul_(3)
-    changed = model(x)
-    assert not torch.equal(changed, expected)
-    graph.replay()
-    assert_equal(y, changed)
-
-
-def test_gradients_and_training_are_not_repeated(model: nn.Module, x: Tensor) -> None:
-    expected = model(x)
-    with torch.enable_grad():
-        model.requires_grad_()
-        model(x).float().sum().backward()
-        assert model.get_parameter("blocks.0.mlp.fc1.factors.0").grad is not None
-    model.requires_grad_(False)
-    assert_equal(model(x), expected)
-    twin = copy.deepcopy(model)
-    model.get_parameter("blocks.0.mlp.fc1.factors.0").mul_(3)
-    assert_equal(twin(x), expected)
 
 
 def litter() -> None:
