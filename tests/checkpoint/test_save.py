@@ -22,7 +22,7 @@ from flysurgery.checkpoint.folder import FILES, new_folder
 from flysurgery.checkpoint.transformers_folder import PROCESSOR
 from flysurgery.errors import CheckpointError, OptionError
 from tests.checkpoint.conftest import ARGUMENTS, BASE, Converted, install_random, read_weights, small_model, snapshot
-from tests.support.kills import kills, run_apart
+from tests.support.processes import kills, run_apart
 
 # The package has a function of the module's name, so the module is asked for by its full name.
 SAVE = importlib.import_module("flysurgery.checkpoint.save")

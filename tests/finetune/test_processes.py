@@ -18,8 +18,7 @@ from flysurgery.finetune import Settings, train, training_data
 from flysurgery.finetune.devices import accelerator_for
 from flysurgery.finetune.state import States
 from tests.finetune.conftest import BASE, HEADLESS, built, check_same
-from tests.support.kills import kills, run_apart
-from tests.support.processes import launch
+from tests.support.processes import kills, launch, run_apart
 
 PROGRAM = """
 import json, sys, torch, flysurgery
