@@ -1,7 +1,15 @@
-"""Bases are built from the names of three libraries and from plain values, and from nothing else."""
+"""Bases are built from names of libraries and plain values alone, and what building may take is counted before it is taken."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +17,10 @@ import timm
 import torch
 from torch import nn
 
-from flysurgery.checkpoint import build_base, check_base
+from flysurgery.checkpoint import build_base, check_base, save
+from flysurgery.checkpoint.meter import LimitError, Limits, metered
 from flysurgery.errors import ModelError
-from tests.checkpoint.conftest import ARGUMENTS, BASE, VIT_PYTORCH
+from tests.checkpoint.conftest import ARGUMENTS, BASE, TIMM_MODELS, VIT_PYTORCH, forge, install_random, need_recorded_arguments
 
 
 def test_timm_base_equals_timm() -> None:
@@ -83,3 +92,158 @@ def test_arguments_that_are_refused(base: str, arguments: Any, fact: str) -> Non
     with pytest.raises(ModelError, match=fact) as caught:
         build_base(base, arguments, device="meta")
     assert "\n" not in str(caught.value)
+
+
+LIMITS = Limits(parameters=4, modules=4, operations=300, nbytes=1 << 20)
+
+BUILDS: dict[str, Callable[[str], object]] = {
+    "zeros": lambda device: torch.zeros(1 << 40, device=device),
+    "arange": lambda device: torch.arange(1 << 50, device=device),
+    "broadcast": lambda device: torch.arange(100_000, device=device)[:, None] - torch.arange(100_000, device=device),
+    "repeat": lambda device: torch.arange(2000, device=device)[:, None].repeat(1, 2000),
+    "many": lambda device: [torch.ones(10_000, device=device) for _ in range(100)],
+    "unbind": lambda device: list(torch.ones(50_000, device=device)),
+    "numbers": lambda device: torch.tensor([1.0] * 300_000, device=device),
+}
+CASES = [(build, device) for build in BUILDS for device in ("cpu", "meta") if (build, device) != ("numbers", "meta")]
+"""From PyTorch 2.14 on, numbers that go to meta make no tensor before."""
+
+
+@pytest.mark.parametrize(("build", "device"), CASES)
+def test_bytes_are_refused_before_they_are_taken(build: str, device: str) -> None:
+    """Some of these are terabytes, which no machine gives."""
+    with pytest.raises(LimitError, match="more than 1,048,576 bytes besides its parameters"), metered(LIMITS, parameters_on_meta=True):
+        BUILDS[build](device)
+
+
+@pytest.mark.parametrize(
+    ("what", "build"),
+    [
+        ("parameter tensors", lambda: [nn.LayerNorm(1) for _ in range(3)]),
+        ("modules", lambda: nn.Sequential(*[nn.Identity() for _ in range(5)])),
+        ("operations", lambda: [torch.ones(1) for _ in range(301)]),
+    ],
+)
+def test_counts(what: str, build: Callable[[], object]) -> None:
+    with pytest.raises(LimitError, match=f"{what}, too much for the tensors that are stored"), metered(LIMITS, parameters_on_meta=True):
+        build()
+    build()
+
+
+def test_parameters_on_meta_and_views_take_nothing_and_tied_ones_stay_tied() -> None:
+    with metered(LIMITS, parameters_on_meta=True):
+        layer, other = nn.Linear(4096, 4096), nn.Linear(8, 8, bias=False)
+        other.weight = layer.weight
+        table = torch.ones(100_000)
+        for _ in range(50):
+            table = table.view(100, 1000).T.T.flatten()
+    assert layer.weight.is_meta and layer.weight.requires_grad and other.weight is layer.weight and not table.is_meta
+    with pytest.raises(LimitError, match="bytes"), metered(LIMITS, parameters_on_meta=False):
+        nn.Linear(4096, 4096)
+
+
+def test_another_thread_builds_as_it_likes() -> None:
+    made: list[nn.Module] = []
+    with metered(LIMITS, parameters_on_meta=True):
+        thread = threading.Thread(target=lambda: made.append(nn.Sequential(*[nn.Linear(600, 600) for _ in range(9)])))
+        thread.start()
+        thread.join()
+    assert not any(parameter.is_meta for parameter in made[0].parameters())
+
+
+SECONDS = 1.0
+MEMORY_BYTES = 200 << 20
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 16, "patch_size": 8}
+
+
+VALID: dict[str, dict[str, Any]] = TIMM_MODELS | {
+    BASE: ARGUMENTS,
+    "vit_pytorch.simple_vit:SimpleViT": VIT_PYTORCH,
+    "tiny_vit_5m_224": dict.fromkeys(("depths", "num_heads"), [1] * 4)
+    | {"embed_dims": [16, 32, 32, 32], "window_sizes": [7] * 4, "num_classes": 5},
+    "vit_relpos_small_patch16_224": ARGUMENTS | {"num_classes": 5},
+    "transformers:ViTModel": SMALL,
+}
+
+BOMBS: list[tuple[str, dict[str, Any]]] = [
+    ("vit_pytorch.simple_vit:SimpleViT", {"image_size": 16384}),
+    ("vit_pytorch.simple_vit:SimpleViT", {"image_size": [1 << 24, 8]}),
+    ("vit_pytorch.simple_vit:SimpleViT", {"depth": 1 << 24}),
+    ("vit_pytorch.simple_vit:SimpleViT", {"dim_head": 1 << 24, "heads": [57344] * 2}),
+    ("vit_pytorch.simple_vit:SimpleViT", {"dim_head": 10**9, "heads": "x" * 100}),
+    ("swin_tiny_patch4_window7_224", {"img_size": [16384, 16384]}),
+    ("swin_tiny_patch4_window7_224", {"embed_dim": 8192}),  # reads its parameters, so all of it is built for real
+    ("swin_tiny_patch4_window7_224", {"window_size": 4096}),
+    ("swin_tiny_patch4_window7_224", {"depths": [1 << 24]}),
+    ("eva02_tiny_patch14_224", {"use_abs_pos_emb": False, "img_size": [57344, 57344]}),
+    ("beit_base_patch16_224", {"img_size": 8192}),
+    ("vit_relpos_small_patch16_224", {"img_size": 8192}),
+    ("tiny_vit_5m_224", {"window_sizes": [4096, 4096, 4096, 4096]}),
+    ("tiny_vit_5m_224", {"window_sizes": [32, 32, 32, 32], "depths": [1, 30, 30, 30]}),
+    (BASE, {"depth": 4096}),
+    (BASE, {"depth": 1 << 24, "drop_path_rate": 0.1}),
+    (BASE, {"img_size": 1 << 24, "pos_embed": "none"}),
+    (BASE, {"num_classes": "abc", "embed_dim": 4096}),
+    ("transformers:ViTModel", {"image_size": 16384}),
+    ("transformers:ViTModel", {"num_hidden_layers": 1 << 24}),
+    ("transformers:ViTModel", {"num_hidden_layers": 4096}),
+    ("transformers:ViTModel", {"hidden_size": 1 << 20}),
+]
+
+LOAD_ALL = """
+import json, resource, sys, time
+from pathlib import Path
+import flysurgery
+from flysurgery.errors import CheckpointError
+
+def taken():
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+folders, room = json.loads(sys.argv[1]), int(sys.argv[2])
+for valid, _ in folders:
+    flysurgery.load(valid)
+resource.setrlimit(resource.RLIMIT_AS, (taken() + room, resource.RLIM_INFINITY))
+for valid, folder in folders:
+    before = time.process_time()
+    try:
+        flysurgery.load(folder)
+        outcome = "loaded", ""
+    except CheckpointError as error:
+        outcome = "refused", str(error)
+    except BaseException as error:
+        outcome = type(error).__name__, str(error)[:300]
+    print(json.dumps([*outcome, time.process_time() - before]), flush=True)
+"""
+
+
+def save_valid(base: str, arguments: dict[str, Any], folder: Path) -> Path:
+    torch.manual_seed(0)
+    module, _, name = base.partition(":")
+    if module == "transformers":  # whose configurations say how a model was built
+        kind = getattr(importlib.import_module(module), name)
+        save(install_random(kind(kind.config_class(**arguments))), folder)
+        return folder
+    model = getattr(importlib.import_module(module), name)(**arguments) if name else timm.create_model(base, **arguments)
+    save(install_random(model, base=base, base_args=arguments), folder)
+    return folder
+
+
+def test_bombs_are_refused_in_a_process_whose_memory_is_limited(tmp_path: Path) -> None:
+    need_recorded_arguments()
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("only Linux says how much memory a process has reserved")
+    valid = {base: save_valid(base, arguments, tmp_path / f"valid{number}") for number, (base, arguments) in enumerate(VALID.items())}
+    folders = []
+    for number, (base, changes) in enumerate(BOMBS):
+        folder = Path(shutil.copytree(valid[base], tmp_path / f"bomb{number}"))
+        forge(folder, lambda plan, changes=changes: plan["base_args"].update(changes))
+        folders.append((str(valid[base]), str(folder)))
+    command = [sys.executable, "-c", LOAD_ALL, json.dumps(folders), str(MEMORY_BYTES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(BOMBS), done.stderr[-2000:]
+    for bomb, (outcome, message, seconds) in zip(BOMBS, found, strict=True):
+        assert outcome == "refused", (bomb, outcome, message)
+        assert "\n" not in message and len(message) <= 400, message
+        assert seconds <= SECONDS, (bomb, seconds, message)

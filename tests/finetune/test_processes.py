@@ -1,19 +1,24 @@
-"""Several processes, here on the CPU: together they are one with a larger batch, they agree, and they may train again."""
+"""Several processes, and runs that are killed: together they are one with a larger batch, and the last or the new state is whole."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from flysurgery.checkpoint import load, save, save_dense
+from flysurgery.fidelity import Copied
 from flysurgery.finetune import Settings, train, training_data
+from flysurgery.finetune.devices import accelerator_for
+from flysurgery.finetune.state import States
 from tests.finetune.conftest import BASE, HEADLESS, built, check_same
-from tests.support.processes import launch
+from tests.support.processes import kills, launch, run_apart
 
 PROGRAM = """
 import json, sys, torch, flysurgery
@@ -54,3 +59,39 @@ def test_two_processes_are_one_with_twice_the_batch_and_agree_on_the_budget_and_
     assert first["processes"] == 2 and first["fidelity_after"]["relative_error"] <= first["fidelity_before"]["relative_error"]
     assert all(again[name] == first[name] for name in ("updates", "kept", "fidelity_after"))
     check_same(load(tmp_path / "model.False"), load(tmp_path / "model.True"))
+
+
+def keep_states(folder: Path) -> None:
+    settings = Settings(cpu=True)
+    accelerator = accelerator_for(settings, None)
+    model = nn.Linear(3, 2)
+    best, optimizer = Copied(model), torch.optim.AdamW(model.parameters())
+    accelerator.prepare(model, optimizer)
+    states, ends = States(folder, model, "data", settings, 1), []
+
+    def fill(update: int) -> None:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *best._values):
+                tensor.fill_(update)
+
+    def save(update: int) -> None:
+        fill(update)
+        states.save(accelerator, update, {"seen": update}, best)
+
+    save(1)
+    for _ in kills(lambda: save(2)):
+        update, notes = states.check_same()
+        fill(0)
+        states.load(accelerator, update, best)
+        assert notes == {"seen": update} and update in (1, 2)
+        assert all(bool((tensor == update).all()) for tensor in (*model.parameters(), *best._values))
+        ends.append(update)
+        for update in (3, 1):
+            save(update)
+            assert [path.name for path in folder.iterdir()] == [f"state-{update:08d}"]
+    assert {*ends} == {1, 2}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    run_apart(__name__, keep_states.__name__, tmp_path)

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import pytest
 import torch
 from torch import Tensor
 
-from flysurgery.gpu import some_rows
 from flysurgery.gpu.dense import run_dense
-from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.few_rows import run_few_rows
 from flysurgery.gpu.parts import Dense, FusedFactors
-from flysurgery.gpu.some_rows import SomeRowsTiling, run_some_rows, some_rows_tiling, some_rows_tilings
+from flysurgery.gpu.some_rows import run_some_rows
 from flysurgery.patterns import Pattern
 from tests.support.tolerance import ARITHMETICS, Arithmetic
 
 SQUARE = Pattern(1, 384, 384, 1)
 FEW_ROWS = 256
 """As many as the kernel for few rows takes at a time, of every layer here."""
-Tile = tuple[int, int, int, int]
-"""Rows and columns of a block of the kernel for some hundred rows, groups of warpgroups, and blocks that share the inputs."""
-TILES: dict[str, tuple[Tile, ...]] = {
-    "fp16": ((64, 32, 3, 2), (128, 96, 2, 2)),
-    "bf16": ((64, 48, 1, 4),),
-    "tf32": ((64, 32, 3, 2),),
-    "fp32": ((128, 96, 1, 2), (64, 48, 2, 4)),
-}
 
 
 @dataclass(frozen=True)
@@ -38,28 +26,21 @@ class DenseKernel:
 
     Attributes:
         kind: the kernel for ``"any rows"``, ``"few rows"`` or ``"some rows"``.
-        tile: of ``"some rows"``, None where it chooses its own.
         patterns: layers to try it on, each the factor (1, outputs, inputs, 1).
         rows: numbers of rows that differ in how they are divided among blocks.
     """
 
     kind: str
     mode: str
-    tile: Tile | None
     patterns: tuple[Pattern, ...]
     rows: tuple[int, ...]
 
     def __str__(self) -> str:
-        return "-".join((self.kind, *([] if self.tile is None else ["x".join(map(str, self.tile))]), self.mode))
+        return f"{self.kind}-{self.mode}"
 
     @property
     def arithmetic(self) -> Arithmetic:
         return ARITHMETICS[self.mode]
-
-    def take_tile(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """See to it that the kernel takes its tile."""
-        if self.tile is not None:
-            monkeypatch.setattr(some_rows, "_tiling", partial(_by_tile, self.tile))
 
     def linears(
         self,
@@ -102,27 +83,12 @@ class DenseKernel:
 
 def _kernels() -> tuple[DenseKernel, ...]:
     # any number of rows: once round the multiprocessors, and often, with one row in the last tile
-    found = [DenseKernel("any rows", mode, None, (SQUARE, Pattern(1, 96, 768, 1)), (197, 25217)) for mode in ARITHMETICS]
-    sizes = (SQUARE, Pattern(1, 1536, 384, 1), Pattern(1, 384, 1536, 1), Pattern(1, 96, 192, 1))
-    found += [DenseKernel("few rows", mode, None, sizes, (65, 197)) for mode in ("fp16", "bf16")]
-    for mode in ARITHMETICS:
-        for tile in (None, *TILES[mode]):
-            fitting = tuple(size for size in (SQUARE, Pattern(1, 96, 1536, 1)) if tile is None or _fits(tile, size))
-            found.append(DenseKernel("some rows", mode, tile, fitting, (197, 1009)))
+    found = [DenseKernel("any rows", mode, (SQUARE, Pattern(1, 96, 768, 1)), (197, 25217)) for mode in ARITHMETICS]
+    sizes = (SQUARE, Pattern(1, 1536, 384, 1), Pattern(1, 384, 1536, 1))
+    found += [DenseKernel("few rows", mode, (*sizes, Pattern(1, 96, 192, 1)), (65, 197)) for mode in ("fp16", "bf16")]
+    # some rows: of these sizes some are divided among blocks that share the inputs, and some are not
+    found += [DenseKernel("some rows", mode, (*sizes, Pattern(1, 96, 1536, 1)), (197, 1009)) for mode in ARITHMETICS]
     return tuple(found)
-
-
-def _fits(tile: Tile, size: Pattern) -> bool:
-    _, columns, split, shares = tile
-    return size.b % columns == 0 and size.c % (64 * split * shares) == 0
-
-
-def _by_tile(tile: Tile, rows: int, in_features: int, out_features: int, mode: str, device_index: int) -> SomeRowsTiling:
-    """The tiling of these sizes, or, of layers whose sizes are no multiples of them, the one that is chosen."""
-    limits = multiprocessors_of(device_index), shared_limit_of(device_index)
-    tilings = some_rows_tilings(in_features, out_features, mode, limits[1])
-    found = [each for each in tilings if (each.rows, each.columns, each.split, each.shares) == tile]
-    return found[0] if found else some_rows_tiling(rows, in_features, out_features, mode, *limits)
 
 
 KERNELS = _kernels()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +13,6 @@ from flysurgery import ops
 from flysurgery.gpu.attention import run_attention
 from tests.gpu.gpu_blocks import check_replay
 from tests.support.problems import keep_bits
-from tests.support.rounding import rounding_as
 from tests.support.tolerance import ARITHMETICS, FP16, TF32, Arithmetic, assert_epilogue_comparable, assert_equal
 
 pytestmark = pytest.mark.gpu
@@ -72,12 +70,6 @@ WHOLE = [Attention("whole heads", mode) for mode in ("fp32", "tf32")]
 SHORT, FEW = ([Attention(kind, mode) for mode in ("fp16", "bf16")] for kind in ("short", "few"))
 every = pytest.mark.parametrize("kernel", [*WHOLE, *SHORT, *FEW], ids=str, indirect=True)
 of_long = pytest.mark.parametrize("kernel", [*WHOLE, *SHORT], ids=str, indirect=True)
-
-
-@pytest.fixture
-def kernel(request: pytest.FixtureRequest) -> Iterator[Attention]:
-    with rounding_as(request.param.mode):
-        yield request.param
 
 
 SIZES = [(5, 130), (80, 5), (129, 129), (197, 197), (197, 64), (257, 257)]

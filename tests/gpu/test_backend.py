@@ -1,25 +1,36 @@
-"""What the CUDA backend says that it can run, and what its operator refuses; no GPU is needed."""
+"""What the CUDA backend says that it can run, in which arithmetic, what its operator and launches refuse; no GPU is needed."""
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.gpu import device, product
+from flysurgery.gpu import kernel as kernels
+from flysurgery.gpu.kernel import Kernel, Parameters
+from flysurgery.gpu.modes import dtype_of, mode_of
 from flysurgery.gpu.operators import check_operands
 from flysurgery.ops import BACKENDS, Problem, ks_linear
 from flysurgery.ops.backends import cuda as cuda_backend
 from flysurgery.ops.backends.cuda import CudaBackend
 from flysurgery.ops.multiply import ks_linear_group
+from flysurgery.ops.problem import problem_of
 from flysurgery.patterns import Architecture
+from flysurgery.torch_state import tf32_allowed
 from tests.gpu.graphs import Graphs
 from tests.support.problems import make_factors, make_input, make_vector
-from tests.support.tolerance import FP32, assert_equal
+from tests.support.tolerance import FP32, assert_bounded, assert_equal
 
 SQUARE = Architecture.of((1, 192, 48, 2), (2, 48, 192, 1))
 DEEP = Architecture.of((3, 2, 4, 2), (2, 3, 5, 4), (2, 5, 6, 4))
@@ -116,6 +127,29 @@ def test_linears_that_share_x_are_one_operator_in_compiled_graphs() -> None:
     assert look.operators() == ["ks_linear"]
 
 
+class Default(nn.Module):
+    """A layer with no backend named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList([nn.Parameter(factor) for factor in make_factors(SQUARE, FP32)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ks_linear(x, tuple(self.factors))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_hold_plain_operators_alone(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = partial(replace, device_type="cuda")
+    multiply = importlib.import_module("flysurgery.ops.multiply")
+    monkeypatch.setattr(multiply, "problem_of", lambda *operands: described(problem_of(*operands)))
+    layer, x = Default().requires_grad_(False), make_input(5, SQUARE.in_features, FP32)
+    exported = torch.export.export(layer, (x,), strict=strict)
+    assert {str(node.target).split(".")[0] for node in exported.graph.nodes if node.op == "call_function"} <= {"aten"}
+    assert_bounded(exported.module()(x), x, tuple(layer.factors), None, FP32)
+
+
 def test_the_operator_refuses_what_does_not_fit() -> None:
     x, factors, bias = make_input(3, SQUARE.in_features, FP32), make_factors(SQUARE, FP32), make_vector(SQUARE.out_features, FP32)
     check_operands(x, factors, [bias], 1, "fp32")
@@ -141,3 +175,94 @@ def test_a_group_equals_its_parts() -> None:
     biases = [make_vector(SQUARE.out_features, FP32), None]
     parts = [ks_linear(x, factors, bias) for factors, bias in zip(linears, biases, strict=True)]
     assert_equal(ks_linear_group(x, linears, biases), torch.cat(parts, dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "allow_tf32", "mode"),
+    [
+        (torch.float32, False, "fp32"),
+        (torch.float32, True, "tf32"),
+        (torch.float16, True, "fp16"),
+        (torch.bfloat16, False, "bf16"),
+        (torch.float64, False, None),
+        (torch.int32, False, None),
+    ],
+)
+def test_modes(dtype: torch.dtype, allow_tf32: bool, mode: str | None) -> None:
+    assert mode_of(dtype, allow_tf32=allow_tf32) == mode
+    if mode is not None:
+        assert dtype_of(mode) == dtype
+
+
+def _answer(setting: str, answers: multiprocessing.Queue[bool]) -> None:
+    exec(setting, {"torch": torch})
+    answers.put(tf32_allowed())
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        ("pass", False),
+        ("torch.set_float32_matmul_precision('high')", True),
+        ("torch.set_float32_matmul_precision('medium')", True),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", True),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", True),
+        ("torch.backends.cuda.matmul.fp32_precision = 'ieee'", False),
+        ("torch.backends.cuda.matmul.allow_tf32 = True; torch.backends.cuda.matmul.fp32_precision = 'ieee'", False),
+    ],
+)
+def test_every_switch_for_tf32_is_read(setting: str, allowed: bool) -> None:
+    if "fp32_precision" in setting and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this PyTorch has no fp32_precision")
+    forks = multiprocessing.get_context("fork")  # the old and the new names of the switch cannot be mixed in one process
+    answers = forks.Queue()
+    process = forks.Process(target=_answer, args=(setting, answers))
+    process.start()
+    assert answers.get(timeout=60) is allowed
+    process.join(60)
+
+
+def test_compiled_code_follows_the_switch() -> None:
+    compiled = torch.compile(lambda x: x + 1 if tf32_allowed() else x, fullgraph=True, backend="eager")
+    before = torch.get_float32_matmul_precision()
+    found = []
+    try:
+        for precision in ("highest", "high", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            found.append(compiled(torch.zeros(1)).item())
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == [0.0, 1.0, 0.0]
+
+
+def test_a_wrong_number_of_arguments_is_refused() -> None:
+    with pytest.raises(BackendError, match="some takes 2 arguments, got 3"):
+        Parameters([8, 8]).fill((1, 2, 3), "some")
+
+
+class Config(SimpleNamespace):
+    """Stands in for what ``launch_config`` gives."""
+
+    def __init__(self, sizes: tuple[int, ...], early: bool = False) -> None:
+        names = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
+        super().__init__(**dict(zip(names, sizes, strict=True)), early=early, hStream=None)
+
+
+class Refused(Kernel):
+    """Whose launches the driver refuses with these results, one after the other."""
+
+    def __init__(self, *names: str) -> None:
+        self.name, self.device_index, self.function = "some", 3, 0
+        self.results = [SimpleNamespace(name=name) if name else 0 for name in names]
+        self._launch_as = lambda *arguments: (self.results.pop(0),)
+
+
+def test_a_refused_launch_is_told_and_a_missing_context_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(kernels, "_make_context_current", made.append)
+    config = Config((1, 2, 3, 4, 5, 6, 7))
+    Refused("CUDA_ERROR_INVALID_CONTEXT", "").queue(config, 0)
+    assert made == [3]
+    for names in (["CUDA_ERROR_INVALID_VALUE"], ["CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_VALUE"]):
+        with pytest.raises(BackendError, match=r"some was not launched: CUDA_ERROR_INVALID_VALUE with grid \(1, 2, 3\), .* 7 bytes"):
+            Refused(*names).queue(config, 0)

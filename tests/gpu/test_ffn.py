@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,8 +26,6 @@ LOW_RANK, WIDE = (low_rank(1536, 384, 96), low_rank(384, 1536, 96)), (gonon(3072
 FLOATS, HALVES = ("tf32", "fp32"), ("fp16", "bf16")
 Architectures = tuple[Architecture, Architecture]
 in_floats = pytest.mark.parametrize("mode", FLOATS, indirect=True)
-in_halves = pytest.mark.parametrize("mode", HALVES, indirect=True)
-each_activation = pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
 
 
 @pytest.fixture(autouse=True)
@@ -54,66 +53,60 @@ def check(x: Tensor, block: FeedForward, mode: str, k: float | None = None) -> N
     check_operation(x, block, k or (ARITHMETICS[mode].k if mode in FLOATS else K), each_row=True)
 
 
-CASES = [(mode, block, (1, 75, 197, 25217)) for mode, block in zip(ARITHMETICS, (GONON, MONARCH, GONON, MONARCH), strict=True)]
-CASES += [(mode, SMALL, (197,)) for mode in ARITHMETICS] + [(mode, MONARCH, (197,)) for mode in ("fp16", "tf32")]
-CASES += [(mode, block, (1, 197)) for mode in FLOATS for block in (SMALL_GONON, LOW_RANK)]
-CASES += [(mode, block, (197,)) for mode in HALVES for block in (SMALL_GONON, WIDE)]
-CASES += [("fp16", block, (25210, 60001)) for block in (GONON, SMALL)]  # several rounds on the multiprocessors
+class Case(NamedTuple):
+    """A block in some modes, how many rows it is tried on, the mean of these, and what is changed in it."""
+
+    modes: tuple[str, ...]
+    architectures: Architectures
+    rows: tuple[int, ...]
+    activation: str = "gelu"
+    mean: float = 0.0
+    change: Callable[[FeedForward], FeedForward] = lambda block: block
+    k: float | None = None
 
 
-@pytest.mark.parametrize(("mode", "architectures", "counts"), CASES, ids=str, indirect=["mode"])
-def test_any_number_of_rows(mode: str, architectures: Architectures, counts: tuple[int, ...]) -> None:
-    block = make_block(architectures, mode)
-    for rows in counts:
-        check(rows_of(rows, architectures[0].in_features, mode, mean=6.0 * (rows == 25210)), block, mode)
+def without(*left_out: str) -> Callable[[FeedForward], FeedForward]:
+    """What a block may do without."""
+    return lambda block: block._replace(**{name: False if name == "residual" else None for name in left_out})
 
 
-OPTIONS = [
-    ("gelu", False, False, False),
-    ("gelu_tanh", True, False, True),
-    ("gelu_tanh", False, True, False),
-    ("silu", True, True, False),
-    ("silu", False, False, True),
+def bare(block: FeedForward) -> FeedForward:
+    """Norm and layers without parameters."""
+    up, down = (FusedFactors(layer.factors) for layer in (block.up, block.down) if isinstance(layer, FusedFactors))
+    return FeedForward(Norm(None, None, 1e-6), up, down)
+
+
+def with_large_hidden_units(block: FeedForward) -> FeedForward:
+    assert isinstance(block.up, FusedFactors)
+    block.up.factors[0].mul_(100)
+    return block
+
+
+CASES = [Case((mode,), block, (1, 75, 197, 25217)) for mode, block in zip(ARITHMETICS, (GONON, MONARCH, GONON, MONARCH), strict=True)]
+CASES += [Case((*ARITHMETICS,), SMALL, (197,)), Case(("fp16", "tf32"), MONARCH, (197,))]
+CASES += [Case(FLOATS, block, (1, 197)) for block in (SMALL_GONON, LOW_RANK)]
+CASES += [Case(HALVES, block, (197,)) for block in (SMALL_GONON, WIDE)]
+# several rounds on the multiprocessors
+CASES += [Case(("fp16",), block, (rows,), mean=6.0 * (rows == 25210)) for block in (GONON, SMALL) for rows in (25210, 60001)]
+CASES += [Case(("fp16",), GONON, (197,), mean=mean) for mean in (30.0, 1000.0)]
+CASES += [Case(FLOATS, SMALL, (197,), mean=mean) for mean in (30.0, 1000.0)] + [Case((*ARITHMETICS,), SMALL, (64,), change=bare)]
+for name in ("gelu", "gelu_tanh", "silu"):
+    CASES += [Case(FLOATS, SMALL, (131,), name, change=without("scale", "residual")), Case(("bf16",), MONARCH, (25216,), name, k=1.25)]
+    CASES += [Case(HALVES, MONARCH, (130,), name, change=with_large_hidden_units)]
+CASES += [  # all pairs of what may be left out
+    Case(HALVES, MONARCH, (130,), "gelu", change=without("norm", "scale", "residual")),
+    Case(HALVES, MONARCH, (130,), "gelu_tanh", change=without("norm")),
+    Case(HALVES, MONARCH, (130,), "gelu_tanh", change=without("scale", "residual")),
+    Case(HALVES, MONARCH, (130,), "silu", change=without("scale")),
+    Case(HALVES, MONARCH, (130,), "silu", change=without("norm", "residual")),
 ]
 
 
-@in_halves
-@pytest.mark.parametrize(("activation", "residual", "with_norm", "with_scale"), OPTIONS)
-def test_all_pairs_of_options(mode: str, activation: str, residual: bool, with_norm: bool, with_scale: bool) -> None:
-    norm, up, down, _, scale, *_ = make_block(MONARCH, mode)
-    block = FeedForward(norm if with_norm else None, up, down, activation, scale if with_scale else None, residual)
-    check(rows_of(130, 384, mode), block, mode)
-
-
-@in_floats
-@each_activation
-def test_activations_without_scale_and_residual(activation: str, mode: str) -> None:
-    check(rows_of(131, 192, mode), make_block(SMALL, mode, activation)._replace(scale=None, residual=False), mode)
-
-
-@in_halves
-@each_activation
-def test_many_rows_and_hidden_units_far_from_zero(activation: str, mode: str) -> None:
-    block = make_block(MONARCH, mode, activation)
-    if mode == "bf16":
-        check(rows_of(25216, 384, mode), block, mode, k=1.25)
-    assert isinstance(block.up, FusedFactors)
-    block.up.factors[0].mul_(100)
-    check(rows_of(130, 384, mode), block, mode)
-
-
-def test_norm_and_layers_without_parameters(mode: str) -> None:
-    _, up, down, *_ = make_block(SMALL, mode)
-    assert isinstance(up, FusedFactors) and isinstance(down, FusedFactors)
-    bare = FeedForward(Norm(None, None, 1e-6), FusedFactors(up.factors), FusedFactors(down.factors))
-    check(rows_of(64, 192, mode), bare, mode)
-
-
-@pytest.mark.parametrize("mode", ["fp16", *FLOATS], indirect=True)
-@pytest.mark.parametrize("mean", [30.0, 1000.0])
-def test_rows_far_from_zero(mean: float, mode: str) -> None:
-    architectures = GONON if mode == "fp16" else SMALL
-    check(rows_of(197, architectures[0].in_features, mode, mean), make_block(architectures, mode), mode)
+@pytest.mark.parametrize(("mode", "case"), [(mode, case) for case in CASES for mode in case.modes], indirect=["mode"])
+def test_beside_float64(mode: str, case: Case) -> None:
+    block = case.change(make_block(case.architectures, mode, case.activation))
+    for rows in case.rows:
+        check(rows_of(rows, case.architectures[0].in_features, mode, case.mean), block, mode, case.k)
 
 
 @in_floats

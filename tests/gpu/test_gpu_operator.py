@@ -1,17 +1,21 @@
-"""The operator on the GPU: autocast, switches, compilation, export, threads, devices, sizes."""
+"""The operator on the GPU: gradients, autocast, switches, compilation, threads, sizes; packed weights, streams and graphs."""
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flysurgery.errors import BackendError
+from flysurgery.factors import ks_einsum
+from flysurgery.gpu.weight_cache import forget_derived
 from flysurgery.ops import Problem, explain, ks_linear
 from flysurgery.ops.multiply import ks_linear_group
-from flysurgery.patterns import Architecture
+from flysurgery.patterns import Architecture, gonon, monarch
+from tests.gpu.gpu_blocks import check_replay
 from tests.gpu.gpu_layer import DEEP, SQUARE, Layer, check, check_product, rows_of
 from tests.support.oracle import product
 from tests.support.problems import make_factors, make_vector
@@ -132,3 +136,179 @@ def test_more_than_two_to_the_31_elements(architecture: Architecture) -> None:
     out = layer(x)
     assert_equal(out[-997:], layer(x[-997:]))
     assert_equal(out[:997], layer(x[:997]))
+
+
+CASES = [(gonon(384, 384), 3), (monarch(384, 384), 3), (gonon(1536, 384), 1), (gonon(384, 1536), 1), (DEEP, 1)]
+GROUPS = [pytest.param(*case, id=f"{case[1]}x{case[0]}") for case in CASES]
+
+
+def draw(shape: tuple[int, ...], share: float, seed: int) -> Tensor:
+    """Ones, zeros and minus ones; zeros make up all but a share."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    signs = torch.randint(0, 2, shape, generator=generator, device="cuda") * 2 - 1
+    return signs * (torch.rand(shape, generator=generator, device="cuda") < share)
+
+
+def tensors(
+    architecture: Architecture, linears: int, rows: int, dtype: torch.dtype
+) -> tuple[Tensor, list[list[Tensor]], list[Tensor], Tensor]:
+    x = draw((rows, architecture.in_features), 0.5, 0).to(dtype)
+    factors = [[draw(p.factor_shape, 0.2, 10 * n + k + 1).to(dtype) for k, p in enumerate(architecture)] for n in range(linears)]
+    biases = [draw((architecture.out_features,), 0.5, 100 + n).to(dtype) for n in range(linears)]
+    return x, factors, biases, draw((rows, linears * architecture.out_features), 0.25, 200).to(dtype)
+
+
+def gradients(x: Tensor, factors: list[list[Tensor]], biases: list[Tensor], dy: Tensor, dtype: torch.dtype, *, ours: bool) -> list[Tensor]:
+    x, *others = [tensor.to(dtype).requires_grad_() for tensor in (x, *(f for linear in factors for f in linear), *biases)]
+    length = len(factors[0])
+    groups = [others[start : start + length] for start in range(0, length * len(factors), length)]
+    if ours:
+        out = ks_linear_group(x, groups, others[length * len(factors) :], backend="cuda")
+    else:
+        parts = []
+        for linear, bias in zip(groups, others[length * len(factors) :], strict=True):
+            value = x
+            for factor in reversed(linear):
+                value = ks_einsum(value, factor)
+            parts.append(value + bias)
+        out = torch.cat(parts, dim=1)
+    return list(torch.autograd.grad(out, (x, *others), dy.to(out.dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("architecture", "linears"), GROUPS)
+def test_gradients_are_exact(architecture: Architecture, linears: int, dtype: torch.dtype) -> None:
+    for rows in (1, 517):
+        x, factors, biases, dy = tensors(architecture, linears, rows, dtype)
+        found = gradients(x, factors, biases, dy, dtype, ours=True)
+        expected = gradients(x, factors, biases, dy, torch.float64, ours=False)
+        assert max(float(tensor.abs().max()) for tensor in expected) <= 2048, "beyond it, halves do not hold all whole numbers"
+        for left, right in zip(found, expected, strict=True):
+            assert left.dtype == dtype
+            assert_equal(left.double(), right)
+
+
+def test_two_runs_give_equal_bits() -> None:
+    architecture = gonon(384, 384)
+    x, dy = torch.randn(4096, 384, device="cuda").half(), torch.randn(4096, 3 * 384, device="cuda").half()
+    factors = [[torch.randn(p.factor_shape, device="cuda").half() for p in architecture] for _ in range(3)]
+    biases = [torch.randn(384, device="cuda").half() for _ in range(3)]
+    first, second = (gradients(x, factors, biases, dy, torch.float16, ours=True) for _ in range(2))
+    for left, right in zip(first, second, strict=True):
+        assert_equal(left, right)
+
+
+@torch.no_grad()
+def test_other_streams_wait_for_the_packing() -> None:
+    x = rows_of(64)
+    for _ in range(20):
+        layer = Layer()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        torch.cuda._sleep(2_000_000)
+        here = layer(x)  # packs behind the sleeping kernel
+        with torch.cuda.stream(side):
+            there = layer(x)
+        torch.cuda.synchronize()
+        assert_equal(there, here)
+
+
+@pytest.mark.parametrize("architecture", [SQUARE, DEEP], ids=str)
+def test_inference_in_a_graph(architecture: Architecture) -> None:
+    layer, x = Layer(architecture).requires_grad_(False), rows_of(129, architecture=architecture)
+    check_replay(lambda: layer(x))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(x)
+    x.copy_(-rows_of(129, architecture=architecture))
+    graph.replay()
+    check(out, layer, x)
+    layer.factors[0].mul_(2)
+    layer(x)  # a call outside brings new weights to the graph
+    graph.replay()
+    check(out, layer, x)
+
+
+def test_weights_that_train_are_packed_inside_the_graph() -> None:
+    layer, x = Layer(), rows_of(64)
+    with torch.no_grad():
+        layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x)
+        layer.factors[1].mul_(-2)
+        graph.replay()
+        check(out, layer, x)
+
+
+def test_a_training_step_in_a_graph() -> None:
+    layer, x = Layer(mode=FP32_BY_FP16_PAIRS), rows_of(300, FP32_BY_FP16_PAIRS)
+    reference = copy.deepcopy(layer)
+    optimizers = [torch.optim.SGD(module.parameters(), 0.05) for module in (layer, reference)]
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        module(x).square().mean().backward()
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(layer, optimizers[0])
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(layer, optimizers[0])
+    for _ in range(3):
+        graph.replay()
+    for _ in range(5):
+        step(reference, optimizers[1])
+    for ours, theirs in zip(layer.parameters(), reference.parameters(), strict=True):
+        assert_equal(ours, theirs)
+
+
+def test_replays_that_train_are_missed_until_forgotten() -> None:
+    layer, x = Layer(mode=FP32_BY_FP16_PAIRS), rows_of(64, FP32_BY_FP16_PAIRS)
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        layer.factors[0].mul_(-2)
+    with torch.no_grad():
+        before = layer(x)
+        graph.replay()
+        assert_equal(layer(x), before)
+        forget_derived()
+        check(layer(x), layer, x)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("mode", [FP32_BY_FP16_PAIRS, BF16], ids=lambda mode: mode.name)
+def test_compiled_graphs_follow_training(mode: Arithmetic) -> None:
+    layer, x = Layer(mode=mode), rows_of(300, mode)
+    reference = copy.deepcopy(layer)
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    for run, module in ((compiled, layer), (reference, reference)):
+        optimizer = torch.optim.SGD(module.parameters(), 0.05)
+        for _ in range(6):
+            torch.compiler.cudagraph_mark_step_begin()
+            optimizer.zero_grad()  # the gradients are memory of the graph, which the next step writes anew
+            run(x).square().mean().backward()
+            optimizer.step()
+    for index, (ours, theirs) in enumerate(zip(layer.factors, reference.factors, strict=True)):
+        assert not torch.equal(ours, Layer(mode=mode).factors[index])
+        assert_equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@torch.no_grad()
+def test_compiled_graphs_keep_their_packed_weights() -> None:
+    layers = [Layer().requires_grad_(False) for _ in range(4)]
+    compiled = [torch.compile(layer, mode="reduce-overhead", fullgraph=True) for layer in layers]
+    for rows in (64, 129, 64, 300, 129):
+        x = rows_of(rows)
+        for layer, run in zip(layers, compiled, strict=True):
+            torch.compiler.cudagraph_mark_step_begin()
+            check(run(x).clone(), layer, x)
+            torch.empty(1 << 20, device="cuda").fill_(float("nan"))
+            check(run(x).clone(), layer, x)

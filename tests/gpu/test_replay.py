@@ -116,10 +116,6 @@ def test_other_operands_are_asked_for(layer: Layer) -> None:
     layer.check(0)
 
 
-def other(layer: Layer) -> nn.Parameter:
-    return nn.Parameter(layer.weight + 1, requires_grad=False)
-
-
 def fused_step(layer: Layer) -> None:
     layer.weight.grad = torch.ones(FEATURES)
     torch.optim.SGD([layer.weight], 0.5, fused=True).step()
@@ -127,12 +123,9 @@ def fused_step(layer: Layer) -> None:
 
 CHANGES = {
     "written": lambda layer: layer.weight.mul_(2),
-    "replaced": lambda layer: setattr(layer, "weight", other(layer)),
     "moved": lambda layer: setattr(layer.weight, "data", layer.weight + 1),
-    "swapped": lambda layer: torch.utils.swap_tensors(layer.weight, other(layer)),
+    "replaced": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight + 1, requires_grad=False)),
     "fused step": fused_step,
-    "loaded": lambda layer: layer.load_state_dict({"weight": torch.ones(FEATURES)}),
-    "assigned": lambda layer: layer.load_state_dict({"weight": torch.ones(FEATURES)}, assign=True),
     "forgotten": lambda layer: forget_derived(),
 }
 

@@ -98,15 +98,18 @@ class Down(VisionTransformer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows"),
+    ("kind", "options", "rows"),
     [
-        (Scaled, {"patch_embed.proj": "fused", "_pos_embed": "shared"}),
-        (Turned, {"patch_embed.proj": "fused", "_pos_embed": "more"}),
-        (Down, {"patch_embed.proj": "fused", "_pos_embed": "order"}),
+        (Scaled, {}, {"patch_embed.proj": "fused", "_pos_embed": "shared"}),
+        (Turned, {}, {"patch_embed.proj": "fused", "_pos_embed": "more"}),
+        (Down, {}, {"patch_embed.proj": "fused", "_pos_embed": "order"}),
+        (VisionTransformer, {"dynamic_img_size": True}, {"patch_embed.proj": "fused", "_pos_embed": "no-position"}),
     ],
 )
-def test_what_does_something_else_as_well_is_left(given: list[Given], kind: type[nn.Module], rows: dict[str, str]) -> None:
-    model = vit()
+def test_what_does_something_else_as_well_is_left(
+    given: list[Given], kind: type[nn.Module], options: dict[str, Any], rows: dict[str, str]
+) -> None:
+    model = vit(**options)
     model.__class__ = kind
     x = images(model)
     before = model(x)
@@ -114,17 +117,6 @@ def test_what_does_something_else_as_well_is_left(given: list[Given], kind: type
     given.clear()
     assert_equal(model(x), before)
     assert given == [ALONE]
-
-
-def test_a_position_that_is_computed_or_added_by_the_forward_is_left(given: list[Given]) -> None:
-    model = vit(dynamic_img_size=True)
-    xs = images(model), torch.randn(3, 3, 48, 24)
-    before = [model(x) for x in xs]
-    assert rows_of(flysurgery.optimize(model)) == {"patch_embed.proj": "fused", "_pos_embed": "no-position"}
-    for x, expected in zip(xs, before, strict=True):
-        assert_equal(model(x), expected)
-    model = vit("beit_base_patch16_224", use_abs_pos_emb=True)
-    assert rows_of(flysurgery.optimize(model)) == {"patch_embed.proj": "fused", "cls_token": "inline"}
 
 
 def test_images_of_another_size_go_to_the_own_method(given: list[Given]) -> None:

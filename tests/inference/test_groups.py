@@ -15,7 +15,6 @@ from torch.nn import functional
 from vit_pytorch.simple_vit import SimpleViT
 
 import flysurgery
-from flysurgery.inference import clock, measure_groups
 from flysurgery.inference.find_groups import find_groups
 from recipes.vit_units import PaperBlock, PaperFeedForward, Residual, VitSizes, dense_layer
 from tests.inference.conftest import FFN_LAUNCHES
@@ -259,14 +258,6 @@ def test_what_is_something_else_is_left_with_the_reason(called: list[str], hidde
     model, x = ready(Alone(Written(hidden, outputs)), convert=False), torch.randn(3, 5, WIDTH)
     assert [reason.code for _, reason in find_groups(model, x).reasons.values()] == [code]
     assert {row.group for row in flysurgery.optimize(model, x).fused} == {"norm"}
-
-
-def test_choices_of_all_layers_of_a_block_are_timed_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: tuple(1.0 for _ in ways))
-    model = small("eva02_base_patch14_224", convert=False, depth=1)
-    groups = measure_groups(flysurgery.plan(model, "lowrank", roles=("ffn",)), model, torch.randn(2, 3, 32, 32), fused=True)
-    assert [group.fqns for group in groups] == [tuple(f"blocks.0.mlp.{layer}" for layer in ("fc1_g", "fc1_x", "fc2"))]
-    assert all(len(choice.architectures) == 3 for choice in groups[0].choices)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""On a GPU: calls that launch again what they launched before, and blocks as one operator."""
+"""On a GPU: calls that launch again what they launched before, blocks as one operator, and whole forwards as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flysurgery
-from flysurgery.inference import clock
+from flysurgery.errors import InferenceError
+from flysurgery.gpu import weight_cache as derivation
+from flysurgery.gpu.weight_cache import forget_derived
 from flysurgery.ops import Repeating
+from tests.inference.models import images, small
 from tests.support.tolerance import assert_equal
 
 pytestmark = pytest.mark.gpu
 SIZES: dict[str, Any] = {"img_size": 64, "patch_size": 16, "embed_dim": 384, "depth": 2, "num_heads": 6, "num_classes": 5}
 REPEATED = 4
 """What is fused by itself: the patches, two blocks, and the last norm."""
-MEDIANS_MS = clock.medians_ms
 ROUNDS = 12
 """Of what is done again and again while much else happens on the GPU."""
 
@@ -135,35 +137,6 @@ def test_modes_streams_and_graphs(model: nn.Module, x: Tensor) -> None:
     changed = model(x)  # also outside of the graph
     assert_equal(captured(x), changed)
     assert not torch.equal(changed, expected)
-
-
-def test_graphs_take_weights_that_require_gradients_as_they_are(model: nn.Module, x: Tensor) -> None:
-    model.requires_grad_()
-    expected = model(x)
-    assert MEDIANS_MS((model,), (x,), most_copies=2)[0] > 0, "the clock's graphs as well"
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = model(x)
-    graph.replay()
-    assert_equal(y, expected)
-    model.get_parameter("blocks.0.mlp.fc1.factors.0").mul_(3)
-    changed = model(x)
-    assert not torch.equal(changed, expected)
-    graph.replay()
-    assert_equal(y, changed)
-
-
-def test_gradients_and_training_are_not_repeated(model: nn.Module, x: Tensor) -> None:
-    expected = model(x)
-    with torch.enable_grad():
-        model.requires_grad_()
-        model(x).float().sum().backward()
-        assert model.get_parameter("blocks.0.mlp.fc1.factors.0").grad is not None
-    model.requires_grad_(False)
-    assert_equal(model(x), expected)
-    twin = copy.deepcopy(model)
-    model.get_parameter("blocks.0.mlp.fc1.factors.0").mul_(3)
-    assert_equal(twin(x), expected)
 
 
 def litter() -> None:
@@ -344,3 +317,58 @@ def test_compiled_blocks_give_what_they_give_by_themselves(
     for _ in range(4):
         expected = blocks(tokens)
         assert_equal(run(tokens), expected)
+
+
+def test_replays_give_what_the_model_gives() -> None:
+    model = small(embed_dim=64)
+    x = images(model).cuda()
+    model.cuda()
+    captured = flysurgery.capture(model, x)
+    with torch.no_grad():
+        for scale in (1.0, -2.0):
+            assert_equal(captured(scale * x), model(scale * x))
+    first = captured(x)
+    kept = first.clone()
+    shared = captured(2 * x, fresh=False)
+    assert_equal(first, kept)
+    captured(x, fresh=False)
+    assert_equal(shared, kept)
+    assert_equal(captured(x.clone().requires_grad_()), kept)
+    assert not captured._input.requires_grad
+    with torch.inference_mode():
+        captured = flysurgery.capture(model, 3 * x)
+        assert_equal(captured(x), kept)
+    assert_equal(captured(x), kept)  # out of the mode that it was made in
+    with pytest.raises(InferenceError, match="captured for"):
+        captured(x[:1])
+    with pytest.raises(InferenceError, match="training mode"):
+        flysurgery.capture(model.train(), x)
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trains"])
+def test_weights_that_were_packed_count_in_the_next_call(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small(embed_dim=64)
+    x = images(model).cuda()
+    model.cuda().requires_grad_(trains)
+    captured, weight = flysurgery.capture(model, x), model.get_parameter("blocks.0.mlp.fc1.factors.0")
+    packed = list[object]()
+    monkeypatch.setattr(derivation, "_make", lambda make, own=derivation._make: packed.append(make) or own(make))
+    with torch.no_grad():
+        before = captured(x)
+        assert_equal(before, model(x))
+        assert not packed, "graphs read weights as they were packed before"
+        weight.mul_(2)
+        after = captured(x)
+        assert packed and not torch.equal(after, before)
+        assert_equal(after, model(x))
+        weight.data = 0.5 * weight.data
+        assert_equal(captured(x), before)
+        weight.data.mul_(2)  # which PyTorch does not tell
+        forget_derived()
+        assert_equal(captured(x), after)
+    model.train()
+    assert_equal(captured(x), after)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(InferenceError, match="training mode"):
+        captured(x)

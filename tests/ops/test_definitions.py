@@ -1,18 +1,38 @@
-"""The definitions of the operations take dense layers and factors alike: a dense matrix is the factor (1, outputs, inputs, 1)."""
+"""What the operations mean, of dense layers, factors and patches of images; what they refuse, and what is remembered of them."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import layer_norm, linear, silu
 
-from flysurgery.ops import Dense, FeedForward, FusedFactors, Gated, LinearResidual, Norm
+from flysurgery.errors import BackendError
+from flysurgery.ops import (
+    Dense,
+    FeedForward,
+    FusedFactors,
+    Gated,
+    LayerNorm,
+    LinearResidual,
+    Norm,
+    PatchEmbedding,
+    feed_forward,
+    launches,
+    patches,
+    reason,
+    run,
+    ways,
+)
 from flysurgery.ops.as_dense import side_by_side
 from flysurgery.ops.launches import multiplied
+from flysurgery.patterns import Architecture, monarch
+from tests.gpu.graphs import Graphs
 from tests.support.tolerance import assert_equal
-
-
-def integers(*shape: int) -> torch.Tensor:
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(len(shape) + shape[0])).double()
 
 
 def test_dense_layers_are_factors_and_filters_are_dense_layers() -> None:
@@ -46,3 +66,131 @@ def test_linears_side_by_side_are_one_dense_layer_until_a_weight_changes() -> No
         assert_equal(linear(x, one.weight, one.bias), torch.cat([multiplied(x, each) for each in group], dim=-1))
         assert side_by_side(group, x.dtype).weight is one.weight
         group[0].factors[1].mul_(2)
+
+
+WIDTH, HIDDEN = 32, 64
+
+
+def factors(architecture: Architecture) -> FusedFactors:
+    return FusedFactors(tuple(torch.zeros(pattern.factor_shape) for pattern in architecture), torch.zeros(architecture.out_features))
+
+
+@pytest.fixture
+def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets tensors of any device through to the kernels, of which those for norms and gates take them and those for more do not."""
+    monkeypatch.setattr(ways, "_decided", {})
+    for module, name in ((ways, "_obstacle"), (feed_forward, "norm_reason"), (feed_forward, "gated_obstacle")):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    for name in ("takes_few_rows", "takes_ffn", "in_one_launch", "takes_gated_dense"):
+        monkeypatch.setattr(feed_forward, name, lambda *_, **__: False)
+    monkeypatch.setattr(launches, "_has_fewest", lambda *_: False)
+
+
+@pytest.mark.usefixtures("any_device")
+def test_what_no_kernel_takes_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, words in (("whole_reason", "not whole"), ("epilogue_reason", "no epilogue")):
+        monkeypatch.setattr(feed_forward, name, lambda *_, words=words, **__: words)
+    block = FeedForward(Norm(torch.ones(WIDTH), None), factors(monarch(HIDDEN, WIDTH)), factors(monarch(WIDTH, HIDDEN)), "gelu")
+    x = torch.zeros(3, WIDTH)
+    assert reason(x, block) == "not whole; no epilogue"
+    with pytest.raises(BackendError, match="not whole; no epilogue"):
+        run(x, block)
+
+
+@pytest.mark.usefixtures("any_device")
+def test_what_is_remembered_holds_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_forward, "epilogue_reason", lambda *_, **__: None)
+    dense, down, scale, x = Dense(torch.zeros(HIDDEN, WIDTH)), factors(monarch(WIDTH, HIDDEN)), torch.ones(WIDTH), torch.zeros(3, WIDTH)
+    references = [weakref.ref(tensor) for tensor in (x, scale, *down.tensors)]
+    block = FeedForward(Norm(torch.ones(WIDTH), None), Gated((dense, dense)), down, "gelu", scale, True, Norm(None, None))
+    assert reason(x, block) is None
+    del block, x, down, scale
+    gc.collect()
+    assert all(reference() is None for reference in references)
+
+
+FEATURES, TOKENS, COUNT = 6, 2, 12
+
+
+def integers(*shape: int) -> Tensor:
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(sum(shape))).double()
+
+
+IMAGES, WEIGHT, BIAS = integers(5, 3, 12, 16), integers(FEATURES, 3, 4, 4), integers(FEATURES)
+PREFIX = [integers(1, 1, FEATURES), integers(1, FEATURES)]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets tensors of any device through, to PyTorch's product."""
+    monkeypatch.setattr(ways, "_decided", {})
+    monkeypatch.setattr(ways, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(patches, "_patches_obstacle", lambda *_: "no kernel")
+
+
+def by_hand(position: Tensor | None, prefix: list[Tensor]) -> Tensor:
+    """Token by token."""
+    expected = torch.empty(5, len(prefix) + COUNT, FEATURES, dtype=torch.float64)
+    for place in range(expected.shape[1]):
+        patch = place - len(prefix)
+        if patch < 0:
+            expected[:, place] = prefix[place].flatten()
+        else:
+            row, column = 4 * (patch // 4), 4 * (patch % 4)
+            expected[:, place] = IMAGES[:, :, row : row + 4, column : column + 4].flatten(1) @ WEIGHT.flatten(1).T + BIAS
+        if position is not None and position.shape[-2] == COUNT:
+            expected[:, place] += position[..., patch, :].flatten() if patch >= 0 else 0
+        elif position is not None:
+            expected[:, place] += position[..., place, :].flatten()
+    return expected
+
+
+@pytest.mark.usefixtures("taken")
+@pytest.mark.parametrize(("prefix", "rows"), [([], 0), ([], COUNT), (PREFIX, 0), (PREFIX, COUNT), (PREFIX, TOKENS + COUNT)])
+def test_position_and_tokens(prefix: list[Tensor], rows: int) -> None:
+    position = integers(1, rows, FEATURES) if rows else None
+    expected = by_hand(position, prefix)
+    assert_equal(PatchEmbedding(WEIGHT, BIAS, position, prefix).plainly(IMAGES), expected)
+    assert_equal(run(IMAGES, PatchEmbedding(WEIGHT, BIAS, position, prefix)), expected)
+
+
+@pytest.mark.usefixtures("taken")
+@pytest.mark.parametrize(
+    ("position", "prefix", "words"),
+    [
+        (integers(1, 11, FEATURES), [], "12 patches and 0 tokens before them have no position of 11 rows"),
+        (integers(14, FEATURES), PREFIX[:1], "12 patches and 1 tokens before them have no position of 14 rows"),
+        (integers(COUNT, 5), [], r"rows of 6 features, got a tensor of shape \(12, 5\)"),
+        (None, [integers(2, 1, FEATURES)], r"rows of 6 features, got a tensor of shape \(2, 1, 6\)"),
+        (None, [integers(FEATURES)], r"rows of 6 features, got a tensor of shape \(6,\)"),
+        (integers(COUNT, FEATURES).float(), [], "torch.float64, got torch.float32"),
+    ],
+)
+def test_rows_of_no_token_are_refused(position: Tensor | None, prefix: list[Tensor], words: str) -> None:
+    with pytest.raises(BackendError, match=words):
+        run(IMAGES, PatchEmbedding(WEIGHT, BIAS, position, prefix))
+
+
+@pytest.mark.usefixtures("taken")
+def test_images_that_are_no_whole_patches_are_refused() -> None:
+    assert "images of 10x16 are not cut into patches of 4x4" in str(reason(IMAGES[:, :, :10], PatchEmbedding(WEIGHT, BIAS)))
+    assert "images of 0x16 are not cut" in str(reason(IMAGES[:, :, :0], PatchEmbedding(WEIGHT, BIAS)))
+
+
+def test_it_needs_a_gpu() -> None:
+    assert "CUDA" in str(reason(IMAGES, PatchEmbedding(WEIGHT, BIAS)))
+
+
+def test_a_compiled_graph_holds_one_operator_and_no_other_operation_is_fused_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "_patches_obstacle", lambda *_: None)
+    look = Graphs()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        images, weight, bias = (each.to("cuda") for each in (IMAGES.half(), WEIGHT.half(), BIAS.half()))
+
+        def embed(images: Tensor) -> Tensor:
+            assert reason(images[:, 0], LayerNorm(Norm(None, None))) is not None
+            return run(images, PatchEmbedding(weight, bias))
+
+        compiled = torch.compile(embed, fullgraph=True, dynamic=True, backend=look)
+        assert compiled(images).shape == (5, COUNT, FEATURES)
+    assert look.operators() == ["dense_patches"]

@@ -1,8 +1,8 @@
-"""The choice between backends."""
+"""The choice between backends, made once for operands that look the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops import BACKENDS, Backend, Problem, explain
+from flysurgery.ops import BACKENDS, Backend, Problem, explain, ks_linear, ways
 from flysurgery.patterns import Architecture
 
 SQUARE = Architecture.of((1, 192, 48, 2), (2, 48, 192, 1))
@@ -22,37 +22,42 @@ def problem(**fields: object) -> Problem:
 
 
 class Fake(Backend):
-    """A backend with fixed answers, which gives zeros."""
+    """A backend with fixed answers, which remembers what it was asked and gives zeros."""
 
     def __init__(self, name: str, obstacle: str | None = None, advice: str | None = None) -> None:
         self.name, self.obstacle, self.advice = name, obstacle, advice
+        self.problems: list[Problem] = []
 
     def can_run(self, problem: Problem) -> str | None:
+        self.problems.append(problem)
         return self.obstacle
 
     def advise_against(self, problem: Problem) -> str | None:
         return self.advice
 
     def linear(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        return x.new_zeros(x.shape[0], SQUARE.out_features)
+        return x.new_zeros(x.shape[0], 6)
+
+
+Register = Callable[..., None]
 
 
 @pytest.fixture
-def registry() -> Iterator[dict[str, Backend]]:
-    """``BACKENDS``, emptied for this test."""
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
+    """Makes these the only backends, for this test."""
     before = dict(BACKENDS)
-    BACKENDS.clear()
-    yield BACKENDS
-    BACKENDS.clear()
-    BACKENDS.update(before)
+    monkeypatch.setattr(ways, "_decided", {})
+
+    def put(*backends: Backend) -> None:
+        BACKENDS.clear()
+        BACKENDS.update({backend.name: backend for backend in backends})
+
+    yield put
+    put(*before.values())
 
 
-def register(registry: dict[str, Backend], *backends: Backend) -> None:
-    registry.update({backend.name: backend for backend in backends})
-
-
-def test_the_first_that_can_and_knows_none_faster_runs(registry: dict[str, Backend]) -> None:
-    register(registry, Fake("broken", obstacle="it is broken"), Fake("slow", advice="good is faster"), Fake("good"), Fake("other"))
+def test_the_first_that_can_and_knows_none_faster_runs(register: Register) -> None:
+    register(Fake("broken", obstacle="it is broken"), Fake("slow", advice="good is faster"), Fake("good"), Fake("other"))
     explanation = explain(problem())
     assert explanation.choice == "good"
     assert str(explanation) == (
@@ -60,15 +65,15 @@ def test_the_first_that_can_and_knows_none_faster_runs(registry: dict[str, Backe
     )
 
 
-def test_advice_yields_where_nothing_else_can(registry: dict[str, Backend]) -> None:
-    register(registry, Fake("slow", advice="good is faster"), Fake("slower", advice="anything is"), Fake("good", obstacle="it is away"))
+def test_advice_yields_where_nothing_else_can(register: Register) -> None:
+    register(Fake("slow", advice="good is faster"), Fake("slower", advice="anything is"), Fake("good", obstacle="it is away"))
     explanation = explain(problem())
     assert explanation.choice == "slow"
     assert explanation.why == "the first that can run it, although good is faster"
 
 
-def test_every_reason_is_given_where_none_can(registry: dict[str, Backend]) -> None:
-    register(registry, Fake("one", obstacle="it is tired"), Fake("two", obstacle="it is away"))
+def test_every_reason_is_given_where_none_can(register: Register) -> None:
+    register(Fake("one", obstacle="it is tired"), Fake("two", obstacle="it is away"))
     with pytest.raises(BackendError, match=r"torch\.float32 on cpu.*one: no, it is tired; two: no, it is away"):
         explain(problem())
 
@@ -88,3 +93,47 @@ def test_something_can_always_run(**fields: object) -> None:
     assert [verdict.backend for verdict in explanation.verdicts] == list(BACKENDS)
     if fields["tracing"]:
         assert explanation.choice in ("einsum", "bmm")
+
+
+X, FACTORS = torch.ones(4, 2, 6), (torch.ones(1, 3, 2, 2), torch.ones(2, 2, 3, 1))
+
+
+def test_the_same_call_is_decided_once_and_what_matters_anew(register: Register) -> None:
+    asked = Fake("asked")
+    register(asked)
+    for _ in range(3):
+        assert ks_linear(X + 1, FACTORS).shape == (4, 2, 6)
+    ks_linear(X[0], FACTORS)
+    ks_linear(X.double(), [factor.double() for factor in FACTORS])
+    ks_linear(X, FACTORS, torch.ones(6))
+    ks_linear(X, FACTORS, backend="asked")
+    with torch.autocast("cpu", torch.bfloat16):
+        ks_linear(X, FACTORS)
+    for factor in (FACTORS[0].clone().requires_grad_(), torch.nn.Parameter(FACTORS[0])):
+        ks_linear(X, (factor, FACTORS[1]))
+        with torch.no_grad():
+            ks_linear(X, (factor, FACTORS[1]))
+    for _ in range(2):  # transforms are not remembered
+        torch.func.vmap(lambda row: ks_linear(row, FACTORS))(X)
+    assert [problem.tracing for problem in asked.problems[-3:]] == [False, True, True]
+    del asked.problems[-2:]
+    seen = [(problem.rows, problem.dtype, problem.bias, problem.requires_grad) for problem in asked.problems]
+    plain = (8, torch.float32, False, False)
+    assert seen == [
+        plain,
+        (2, torch.float32, False, False),
+        (8, torch.float64, False, False),
+        (8, torch.float32, True, False),
+        plain,
+        (8, torch.bfloat16, False, False),
+        (8, torch.float32, False, True),
+    ]
+
+
+def test_a_new_backend_is_noticed(register: Register) -> None:
+    first, asked = Fake("first"), Fake("asked")
+    register(asked)
+    ks_linear(X, FACTORS)
+    register(first, asked)
+    ks_linear(X, FACTORS)
+    assert len(first.problems) == 1

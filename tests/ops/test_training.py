@@ -31,17 +31,6 @@ def test_gradients_are_those_of_the_definition(name: str) -> None:
         assert_near(ours, theirs)
 
 
-def test_what_does_not_learn_gets_no_gradient() -> None:
-    make = Made()
-    x, operation = make.tensor(ROWS, make.width), OPERATIONS["dense feed-forward"](make, ROWS)
-    for tensor in (*operation.up.tensors, *operation.norm.tensors):
-        tensor.requires_grad_(False)
-    for result in (trained(x, operation), operation.plainly(x)):
-        result.sum().backward()
-    assert all(tensor.grad is None for tensor in (*operation.up.tensors, *operation.norm.tensors))
-    assert all(tensor.grad is not None for tensor in (x, *operation.down.tensors, operation.scale))
-
-
 def test_weights_written_to_before_the_backward_pass_are_noticed() -> None:
     make = Made()
     operation = OPERATIONS["residual"](make, ROWS)

@@ -1,11 +1,18 @@
-"""What importing costs, and which room may import which."""
+"""What importing costs, what the installed package says of itself, and that its pages lead to files."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from importlib.metadata import entry_points, metadata, version
+from importlib.resources import files
 from pathlib import Path
+
+import pytest
+
+import flysurgery
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,3 +73,35 @@ def test_rooms_are_imported_when_they_are_asked_for() -> None:
     first, second, third = done.stdout.splitlines()
     assert (first, second) == ("True True False", "flysurgery.surgery.planning flysurgery.ops")
     assert third == "module 'flysurgery' has no attribute 'nonsense'"
+
+
+def test_python_versions_and_typing_are_declared() -> None:
+    found = metadata("flysurgery")
+    classifiers = found.get_all("Classifier") or []
+    assert found["Requires-Python"] == ">=3.10"
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)} <= set(classifiers)
+    assert files("flysurgery").joinpath("py.typed").is_file()
+
+
+def test_licence_version_and_command_come_along() -> None:
+    found = metadata("flysurgery")
+    assert found["License-Expression"] == "Apache-2.0" and found["License-File"] == "LICENSE"
+    assert version("flysurgery") == flysurgery.__version__
+    (command,) = entry_points(group="console_scripts", name="flysurgery")
+    assert command.value == "flysurgery_command:main"
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "kernels" / "README.md", ROOT / "recipes" / "README.md"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    local = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:", link) and not link.startswith("#")]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+def test_modules_that_pages_name_exist() -> None:
+    for page in PAGES:
+        names = re.findall(r"flysurgery/[\w/]+\.py", page.read_text(encoding="utf-8"))
+        assert [name for name in names if not (ROOT / name).is_file()] == [], page.name

@@ -1,4 +1,4 @@
-"""ButterflyLinear as a module: what it computes, how it starts, and that it can be handled like any other."""
+"""The layers as modules: what they compute, how they start, and that they can be handled and compiled like any others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from flysurgery.errors import BackendError, PatternError
-from flysurgery.layers import ButterflyLinear
-from flysurgery.patterns import Architecture, named
+from flysurgery.factors import factors_to_dense, storage
+from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
+from flysurgery.patterns import Architecture, monarch, named
 from tests.support.problems import ARCHITECTURES, make_input
 from tests.support.tolerance import BF16, FP16, FP32, FP64, Arithmetic, assert_bounded, assert_equal
 
@@ -164,3 +166,85 @@ def test_factors_that_are_parametrized_are_used() -> None:
     nn.utils.parametrize.register_parametrization(layer.factors, "0", Doubled())
     with torch.no_grad():
         assert_equal(layer(x), 2 * before)
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_against_a_dense_convolution(axes: int) -> None:
+    torch.manual_seed(0)
+    layer = ButterflyConv(monarch(16, 8, nblocks=2), axes=axes)
+    dense = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1](8, 16, 1)
+    with torch.no_grad():  # small integers, whose products and sums are exact in any order
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randint(-3, 4, parameter.shape))
+        dense.weight.copy_(factors_to_dense(list(layer.factors))[(..., *(None,) * axes)])
+        assert dense.bias is not None and layer.bias is not None
+        dense.bias.copy_(layer.bias)
+        x = torch.randint(-3, 4, (2, 8, *(3, 4, 5)[:axes])).float()
+        for image in (x, x[0], x.transpose(0, 1).contiguous().transpose(0, 1)):
+            assert_equal(layer(image), dense(image))
+        if axes == 2:
+            assert layer(x).is_contiguous()
+            assert layer(x.to(memory_format=torch.channels_last)).is_contiguous(memory_format=torch.channels_last)
+
+
+def parts() -> dict[str, ButterflyLinear | nn.Linear]:
+    return {"q": ButterflyLinear(SMALL), "k": nn.Linear(8, 3), "v": ButterflyLinear(SMALL, bias=False)}
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3), (0,), ()])
+def test_joins_the_outputs_in_order(shape: tuple[int, ...]) -> None:
+    children = parts()
+    split = SplitLinear(children)
+    x = make_input(torch.Size(shape).numel(), 8, FP32).view(*shape, 8)
+    out = split(x)
+    assert out.shape == (*shape, 35)
+    start = 0
+    for child in children.values():
+        assert_equal(out[..., start : start + child.out_features].detach(), child(x).detach())
+        start += child.out_features
+    assert (split.in_features, split.out_features) == (8, 35) and "in_features=8, out_features=35" in repr(split)
+    names = ["q.bias", "q.factors.0", "q.factors.1", "k.weight", "k.bias", "v.factors.0", "v.factors.1"]
+    assert sorted(split.state_dict()) == sorted(names)
+
+
+@pytest.mark.parametrize("split", [SplitLinear(parts()), SplitLinear({name: ButterflyLinear(SMALL) for name in "qkv"})])
+def test_hooks_of_the_parts_run(split: SplitLinear) -> None:
+    called = []
+    for name, child in split.named_children():
+        child.register_forward_hook(lambda module, inputs, output, name=name: called.append(name))
+    split(torch.ones(2, 8))
+    assert called == ["q", "k", "v"]
+
+
+def test_parts_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(PatternError, match="at least one part"):
+        SplitLinear({})
+    with pytest.raises(PatternError, match="'q' takes 8, 'k' takes 9"):
+        SplitLinear({"q": ButterflyLinear(SMALL), "k": nn.Linear(9, 3)})
+
+
+NARROW = Architecture.of((1, 4, 6, 2), (2, 6, 8, 1))
+
+
+def small_model() -> nn.Module:
+    split = SplitLinear({name: ButterflyLinear(Architecture.of((1, 4, 2, 2), (2, 2, 4, 1))) for name in "qkv"})
+    return nn.Sequential(ButterflyLinear(SMALL), nn.GELU(), ButterflyLinear(NARROW), split)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_step_is_one_graph_made_once(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(storage, "_known", {})  # nothing has met these shapes before
+    torch.manual_seed(0)
+    model, x = small_model(), torch.randn(5, 8)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found, expected = compiled(x), model(x)
+        torch.testing.assert_close(found, expected, rtol=2e-2 if autocast else 1e-5, atol=2e-2 if autocast else 1e-6)
+        found.float().square().mean().backward()
+        optimizer.step()
+    assert counter.frame_count == 1
