@@ -108,6 +108,7 @@ def test_rivals_are_right_and_those_that_are_absent_say_why(run_recipe: RunRecip
     square = {row["candidate"]: row for row in rows}
     timed = {name for name, row in square.items() if row["median_ms"]}
     assert timed >= {"dense", "dense again", "butterfly", "low rank, two linears", "magnitude pruning, CSR, 0.25 of the weights"}
+    assert timed >= {f"magnitude pruning, CSR, {how}, 0.1 of the weights, uneven rows" for how in ("batch-size-last", "transposes counted")}
     assert square["low rank, two linears"]["note"] == "rank 6"  # as many weights as (1,24,6,2),(2,6,24,1): 576
     assert "CUDA" in square["2:4 semi-structured"]["status"] and all(row["status"] for row in rows)
     assert all(float(row["error"]) < 1e-6 for row in square.values() if row["error"])
