@@ -16,7 +16,7 @@ from vit_units import parts, vit_sizes
 import flysurgery
 from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.bench.ceilings import Work
-from flysurgery.bench.measuring import checked_rows, one_line
+from flysurgery.bench.measuring import checked_rows, one_line, weights_gib
 from flysurgery.bench.variants import by_definition, chosen_backends, definitions, dense_copy, fused_modules, problems, swapped
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import BACKENDS, ks_linear
@@ -57,7 +57,7 @@ class BoundLinear(nn.Module):
 
     def __init__(self, layer: ButterflyLinear, backend: str) -> None:
         super().__init__()
-        self.architecture = layer.architecture
+        self.architecture, self.factors, self.bias = layer.architecture, layer.factors, layer.bias  # as large as what is stored
         self._run = BACKENDS[backend].bind(tuple(layer.factors), layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:  # shapes: (*batch, in_features) -> (*batch, out_features)
@@ -258,4 +258,5 @@ def step_case(
     for name in candidates:
         plain, _, kind = name.partition(" ")
         runs[name] = step(models[plain], kind)
-    return Case(runs, x, {name: truths[name.split()[0]] for name in candidates})
+    weights = {name: weights_gib(models[name.split()[0]]) for name in candidates}
+    return Case(runs, x, {name: truths[name.split()[0]] for name in candidates}, notes={"weights_gib": weights})
