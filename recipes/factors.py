@@ -1,6 +1,7 @@
 """Measure one factor by every implementation, in time and in energy, and a layer of two factors beside its rivals.
 
     python recipes/factors.py patterns --minutes 9 --out build/patterns.csv
+    python recipes/factors.py energy --window 0.3 --cases 40:80 --minutes 9 --out build/energy_40.csv
 
 The tables:
 
@@ -15,7 +16,8 @@ The tables:
               are optional; ``--candidates dense,pruning`` takes one kind alone
 
 25088 rows. Patterns come in one shuffled order, so that a run that ends after ``--minutes`` has measured a random subset, and the next run
-with the same ``--out`` goes on. What cannot be captured in a graph (bsr) is launched from Python, and its row says so. ``bound_ms`` is what
+with the same ``--out`` goes on. Pieces by ``--cases`` need not share a machine or a file; a pattern is two cases in each mode, one for each
+layout. What cannot be captured in a graph (bsr) is launched from Python, and its row says so. ``bound_ms`` is what
 a large copy and a large matrix product, measured in the same run, allow. On a CPU energy has times without joules.
 
 Needs ``pip install 'flysurgery[bench]'``, any device, and for energy an NVIDIA GPU.

@@ -101,7 +101,9 @@ def test_power_is_that_between_steps_of_the_counter(energy: Any, monkeypatch: py
     monkeypatch.setattr(energy, "Busy", Waiting)
     monkeypatch.setattr(energy, "all_calls", lambda *_: (lambda: time.sleep(1e-4), "eager"))
     monkeypatch.setattr(energy, "rotating", lambda x: [x, x])
-    found = stepping(energy).measure(lambda x: x, torch.zeros(1), seconds=0.1)
+    meter = stepping(energy)
+    meter.seconds = 0.1
+    found = meter.measure(lambda x: x, torch.zeros(1))
     assert found == pytest.approx(0.5, rel=0.1), "two inputs a time"
     monkeypatch.setattr(energy, "STUCK_SECONDS", 0.01)
     still = stepping(energy)

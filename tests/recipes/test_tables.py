@@ -92,6 +92,8 @@ def test_patterns_are_measured_in_both_layouts_and_the_claims_counted(run_recipe
     assert "99.67 %, x6.57" in capsys.readouterr().out
     run_recipe(*small, "^1, 48, 48, [12],", "--minutes", "1e-9")
     assert "2 of 2 measurements are left for the next run" in capsys.readouterr().out
+    run_recipe(*small, "^1, 48, 48,", "--cases", "1:2", "--minutes", "1e-9")
+    assert "1 of 1 measurements are left for the next run" in capsys.readouterr().out
 
 
 def test_claims_are_those_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
