@@ -2,7 +2,7 @@
 
     python recipes/from_scratch.py digits --out build/rows.csv
     python recipes/from_scratch.py fractals --minutes 9 --out build/rows.csv
-    python recipes/from_scratch.py fractals --model vit --seed 0 --images 256000 --way "dense,monarch,monarch 50 %, then dense"
+    python recipes/from_scratch.py fractals --seed 0 --images 256000 --only "vit, [dm][a-z]+( 50.*)?,"
 
 The tables, each with a ViT, an MLP-Mixer, a ConvMixer and a MobileNet, of which the last two have their 1x1 convolutions converted:
 
