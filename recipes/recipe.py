@@ -123,7 +123,7 @@ def _run(doc: str | None, tables: Mapping[str, Table]) -> None:
         command.set_defaults(device=table.device, threads=table.threads)
         command.add_argument("--minutes", type=duration, help="begin no case after this many minutes")
         command.add_argument("--only", type=expression, default="", metavar="REGEX", help="the cases in whose columns it is found")
-        command.add_argument("--cases", type=stretch, default=slice(None), metavar="FROM:TO", help="these of the cases, by their order")
+        command.add_argument("--cases", type=stretch, default=slice(None), metavar="FROM:TO:STEP", help="these alone, by their order")
         if table.make is not None:
             command.add_argument("--joules", action="store_true", default=table.joules, help="measure the joules of a call too")
             command.add_argument("--window", type=duration, default=WINDOW_SECONDS, help="seconds of replays that joules are read over")
@@ -204,10 +204,6 @@ def _timed(table: Table, place: Place, head: Record, extra: Mapping[str, Any], m
     return rows if meter is None else with_joules(rows, ready(), head["mode"], meter)
 
 
-def count(text: str) -> int:
-    return _above_zero(text, int)
-
-
 def counts(text: str) -> tuple[int, ...]:
     return tuple(count(part) for part in text.split(","))
 
@@ -216,16 +212,11 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def duration(text: str) -> float:
-    return _above_zero(text, float)
-
-
 def stretch(text: str) -> slice:
-    """Read ``FROM:TO``, either of which may be left out."""
-    try:
-        return slice(*(int(part) if part else None for part in text.split(":", 1)))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected FROM:TO, got '{text}'") from error
+    """Read ``FROM:TO`` or ``FROM:TO:STEP``, any of which may be left out."""
+    if not re.fullmatch(r"\d*:\d*(:[1-9]\d*)?", text):
+        raise argparse.ArgumentTypeError(f"expected FROM:TO or FROM:TO:STEP, got '{text}'")
+    return slice(*(int(part) if part else None for part in text.split(":")))
 
 
 def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
@@ -256,6 +247,9 @@ def _above_zero(text: str, kind: type[Number]) -> Number:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above zero, got '{text}'")
     return number
+
+
+count, duration = partial(_above_zero, kind=int), partial(_above_zero, kind=float)
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
