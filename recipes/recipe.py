@@ -174,7 +174,7 @@ def measure_table(tables: Mapping[str, Table], options: argparse.Namespace) -> l
         meter = EnergyMeter(device, options.window) if options.joules and place.on_cuda else None
         joules = ("joules",) if options.joules else ()
         columns = (*head, "candidate", *table.columns, *joules, *(name for name in MEASURED if name not in head))
-        shown = (*dict.fromkeys((*head, "candidate", *table.columns, *joules, "launch", *TIMES)),)
+        shown = (*dict.fromkeys((*head, "candidate", *table.columns, *joules, "launch", "weights_gib", *TIMES)),)
         # The first candidate stands for all: others may be launched otherwise, where they cannot be captured.
         first = {"candidate": extra["candidates"][0]} if extra else {}
         jobs = [(head | first, partial(_timed, table, place, head, extra, meter)) for head in chosen]

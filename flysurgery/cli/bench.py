@@ -33,11 +33,11 @@ Rows = Annotated[int | None, option(MEASUREMENT, "--rows", "Rows of x, that is t
 MODE_HELP = "One precision: fp32, tf32 (CUDA), fp16 or bf16."
 OPTIMIZED_HELP = "Time the whole model as flysurgery.optimize makes it too, converted and dense."
 
-TIMES = ("median_ms", "iqr_ms", "ratio_to_dense", "share_of_bound", "peak_gib", "weights_gib", "error", "status")
+TIMES = ("median_ms", "iqr_ms", "ratio_to_dense", "share_of_bound", "peak_gib", "error", "status")
 """The columns that every measurement ends with."""
 
 MULTIPLY_SHOWN = ("arch", "layer", "mode", "candidate", "backend", "launch", *TIMES)
-MODEL_SHOWN = ("layer", "layers", "out_features", "in_features", "rows", "candidate", "backend", "launch", *TIMES)
+MODEL_SHOWN = ("layer", "layers", "out_features", "in_features", "rows", "candidate", "backend", "launch", "weights_gib", *TIMES)
 
 
 @app.callback(invoke_without_command=True)
