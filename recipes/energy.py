@@ -16,7 +16,7 @@ from flysurgery.bench.timing import Run, all_calls, rotating
 from flysurgery.errors import OptionError
 
 WINDOW_SECONDS = 1.0
-"""The shortest window: the counter moves in steps of up to a tenth of a second."""
+"""The shortest window, unless ``--window`` says otherwise: the counter moves in steps of up to a tenth of a second."""
 
 WINDOWS = 3
 """Windows of one candidate, of which the median counts."""
@@ -42,13 +42,14 @@ def with_joules(rows: list[Record], case: Case, mode: str, meter: EnergyMeter) -
 
 
 class EnergyMeter:
-    """Reads the energy counter of a CUDA device.
+    """Reads the energy counter of a CUDA device, by default in windows of at least ``seconds``.
 
     Raises:
         OptionError: there is no such counter, or nothing that reads it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, seconds: float = WINDOW_SECONDS) -> None:
+        self.seconds = seconds
         try:
             self._nvml = importlib.import_module("pynvml")
             self._nvml.nvmlInit()
@@ -64,7 +65,7 @@ class EnergyMeter:
         """Read the counter."""
         return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
 
-    def measure(self, run: Run, x: Tensor, *, seconds: float = WINDOW_SECONDS) -> float:
+    def measure(self, run: Run, x: Tensor) -> float:
         """Measure the joules of ``run(x)``, those of the idle device included.
 
         Inputs are larger together than the L2 cache, and calls are replayed as a graph where they can be captured.
@@ -74,7 +75,7 @@ class EnergyMeter:
         spent = []
         for _ in range(WINDOWS):
             busy = Busy(work)
-            watts = self.watts(busy.go_on, seconds)
+            watts = self.watts(busy.go_on, self.seconds)
             spent.append(watts * busy.work_ms() / len(inputs) / 1e3)
         return median(spent)
 

@@ -93,17 +93,14 @@ def product_only(factor: Tensor, layout: str) -> Run:
 
 def _last(name: str, factor: Tensor, pattern: Pattern) -> Run:
     """An implementation for x of shape (features, rows)."""
-    if name == "dense":
-        dense = factor_to_dense(factor)
-        return lambda x: (dense @ x).T
     if name == "einsum":
         return lambda x: torch.einsum("ipqj,iqjk->ipjk", factor, x.unflatten(0, (pattern.a, pattern.c, pattern.d))).flatten(0, 2).T
     if name == "bmm":
         blocks = to_blocks(factor).contiguous()
         return lambda x: _unblocked(torch.bmm(blocks, blocks_of(x, pattern, LAST)), pattern).T
-    prepare = getattr(BACKENDS[name], "prepare")  # noqa: B009 - a backend that works factor by factor
+    prepare = factor_to_dense if name == "dense" else getattr(BACKENDS[name], "prepare")  # noqa: B009 - they work factor by factor
     stored = prepare(factor)
-    if name == "sparse":
+    if name in ("dense", "sparse"):
         return lambda x: (stored @ x).T
     return lambda x: _unblocked((stored @ blocks_of(x, pattern, LAST).flatten(0, 1)).unflatten(0, (-1, pattern.b)), pattern).T
 

@@ -1,6 +1,7 @@
 """Measure one factor by every implementation, in time and in energy, and a layer of two factors beside its rivals.
 
     python recipes/factors.py patterns --minutes 9 --out build/patterns.csv
+    python recipes/factors.py energy --window 0.3 --cases 40:80 --minutes 9 --out build/energy_40.csv
 
 The tables:
 
@@ -10,10 +11,13 @@ The tables:
               replayed graphs. bmm is measured twice. ``vits.py optimized --joules`` has whole models
     rivals    the linears of a ViT-S/16 beside low rank, magnitude pruning, 2:4 sparsity, int8, fp8 and lazylinop, each held against
               float64 with its own weights: what pruning and rounding do to a model's accuracy is no part of this table. Low rank has
-              as many weights as the butterfly, CSR, in both layouts, its density and others. torchao and lazylinop are optional
+              as many weights as the butterfly. Pruned weights have its density and others, and once rows of uneven lengths. They are
+              multiplied by PyTorch's CSR (cuSPARSE) and by a Triton kernel of this project, in both layouts. torchao and lazylinop
+              are optional; ``--candidates dense,pruning`` takes one kind alone
 
 25088 rows. Patterns come in one shuffled order, so that a run that ends after ``--minutes`` has measured a random subset, and the next run
-with the same ``--out`` goes on. What cannot be captured in a graph (bsr) is launched from Python, and its row says so. ``bound_ms`` is what
+with the same ``--out`` goes on. Pieces by ``--cases`` need not share a machine or a file; a pattern is two cases in each mode, one for each
+layout. What cannot be captured in a graph (bsr) is launched from Python, and its row says so. ``bound_ms`` is what
 a large copy and a large matrix product, measured in the same run, allow. On a CPU energy has times without joules.
 
 Needs ``pip install 'flysurgery[bench]'``, any device, and for energy an NVIDIA GPU.
@@ -25,7 +29,7 @@ from __future__ import annotations
 from factor_cases import CANDIDATES, FIRST, LAST, factor_case
 from paper_patterns import ROWS, energy_patterns, print_claims, print_energy, time_patterns
 from recipe import Table, run
-from rivals import rivals_case
+from rivals import KINDS, rivals_case
 
 TABLES = {
     "patterns": Table(
@@ -55,6 +59,7 @@ TABLES = {
         rivals_case,
         quick={"rows": (196,)},
         columns=("density", "note"),
+        candidates=KINDS,
         free=("arch",),
         rounds=30,
     ),

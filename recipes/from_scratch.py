@@ -2,11 +2,13 @@
 
     python recipes/from_scratch.py digits --out build/rows.csv
     python recipes/from_scratch.py fractals --minutes 9 --out build/rows.csv
+    python recipes/from_scratch.py fractals --seed 0 --images 256000 --only "vit, [dm][a-z]+( 50.*)?,"
 
 The tables, each with a ViT, an MLP-Mixer, a ConvMixer and a MobileNet, of which the last two have their 1x1 convolutions converted:
 
     digits    scikit-learn's 1198 training digits and 599 held-out ones, and small models
-    fractals  1,280,000 new images of 100 generated classes at 224 px, and timm's ViT-S/16, Mixer-S/16, ConvMixer-768/32 and MobileNetV3-L
+    fractals  1,280,000 new images of 100 generated classes at 224 px, or --images, and timm's ViT-S/16, Mixer-S/16, ConvMixer-768/32 and
+              MobileNetV3-L
 
 The ways:
 
@@ -60,7 +62,6 @@ WAYS: Mapping[str, tuple[str, float]] = {
 """What is trained first, and for which share of the epochs. ``dense`` brings ``dense, projected`` along."""
 
 GREY: dict[str, Any] = {"in_chans": 1, "num_classes": 10}
-IMAGES, QUICK_IMAGES = 1_280_000, 1024
 
 
 def demo_vit() -> nn.Module:
@@ -101,12 +102,12 @@ TRAINING: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def rows(place: Place, *, data: str, seed: int, model: str, way: str, epochs: int) -> list[Record]:
+def rows(place: Place, *, data: str, seed: int, model: str, way: str, epochs: int, images: int = 0) -> list[Record]:
     """The row of a way, and with the dense one that of its projection."""
     how = {"log_every": 1000, "seed": seed, **TRAINING[data]}
     how |= {"precision": "bf16"} if place.on_cuda else {"precision": "no", "cpu": True}
     if data == "fractals":
-        how["images_per_epoch"] = (QUICK_IMAGES if place.quick else IMAGES) // epochs
+        how["images_per_epoch"] = images // epochs
     settings = Settings(**how)
     torch.manual_seed(seed)
     made, (first, share) = KINDS[model].build(small=place.quick or data == "digits"), WAYS[way]
@@ -164,18 +165,18 @@ def forward_times(models: Mapping[str, nn.Module], place: Place) -> dict[str, Re
     return {row["candidate"]: {"forward_ms": row["median_ms"], "status": row["status"]} for row in timed}
 
 
-def table_of(data: str, **more: Any) -> Table:
+def table_of(data: str, images: Mapping[str, tuple[int]], **more: Any) -> Table:
     return Table(
-        {"data": (data,), "seed": (0, 1), "model": tuple(KINDS), "way": tuple(WAYS), "epochs": (10,)},
+        {"data": (data,), "seed": (0, 1), "model": tuple(KINDS), "way": tuple(WAYS), "epochs": (10,), **images},
         rows=rows,
-        quick={"seed": (0,), "model": ("mixer",), "epochs": (2,)},
+        quick={"seed": (0,), "model": ("mixer",), "epochs": (2,), **dict.fromkeys(images, (1024,))},
         columns=("model_params", "updates", "seconds", "top1", "top1_finetuned", "finetune_share", "samples", "forward_ms", "status"),
         keep=lambda place, head: head["way"] in KINDS[head["model"]].ways,
         **more,
     )
 
 
-TABLES = {"digits": table_of("digits", device="cpu"), "fractals": table_of("fractals", needs_cuda=True)}
+TABLES = {"digits": table_of("digits", {}, device="cpu"), "fractals": table_of("fractals", {"images": (1_280_000,)}, needs_cuda=True)}
 
 if __name__ == "__main__":
     run(__doc__, TABLES)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from energy import EnergyMeter, with_joules
+from energy import WINDOW_SECONDS, EnergyMeter, with_joules
 from torch import Tensor
 
 from flysurgery.bench import Case, Protocol, Record, modes_of, rows_of_case
@@ -123,8 +123,10 @@ def _run(doc: str | None, tables: Mapping[str, Table]) -> None:
         command.set_defaults(device=table.device, threads=table.threads)
         command.add_argument("--minutes", type=duration, help="begin no case after this many minutes")
         command.add_argument("--only", type=expression, default="", metavar="REGEX", help="the cases in whose columns it is found")
+        command.add_argument("--cases", type=stretch, default=slice(None), metavar="FROM:TO:STEP", help="these alone, by their order")
         if table.make is not None:
             command.add_argument("--joules", action="store_true", default=table.joules, help="measure the joules of a call too")
+            command.add_argument("--window", type=duration, default=WINDOW_SECONDS, help="seconds of replays that joules are read over")
         if table.candidates:
             command.add_argument("--candidates", type=some_of(*table.candidates), help=f"out of {', '.join(table.candidates)}")
         for axis, values in table.axes.items():
@@ -158,7 +160,7 @@ def measure_table(tables: Mapping[str, Table], options: argparse.Namespace) -> l
     if "mode" in table.axes:
         given["mode"] = modes
     known = table.heads(place, **given)
-    chosen = [head for head in known if options.only.search(name_of(head))][: table.few if place.quick else None]
+    chosen = [head for head in known if options.only.search(name_of(head))][options.cases][: table.few if place.quick else None]
     if not chosen:
         cases = "; ".join(name_of(head) for head in known[:20])
         raise OptionError(f"there is nothing to measure by these options on this device; cases are {cases or 'none'}")
@@ -169,10 +171,10 @@ def measure_table(tables: Mapping[str, Table], options: argparse.Namespace) -> l
         columns = shown = (*head, *table.columns)
         jobs = [(head, partial(_untimed, table, place, head, extra)) for head in chosen]
     else:
-        meter = EnergyMeter(device) if options.joules and place.on_cuda else None
+        meter = EnergyMeter(device, options.window) if options.joules and place.on_cuda else None
         joules = ("joules",) if options.joules else ()
         columns = (*head, "candidate", *table.columns, *joules, *(name for name in MEASURED if name not in head))
-        shown = (*dict.fromkeys((*head, "candidate", *table.columns, *joules, "launch", *TIMES)),)
+        shown = (*dict.fromkeys((*head, "candidate", *table.columns, *joules, "launch", "weights_gib", *TIMES)),)
         # The first candidate stands for all: others may be launched otherwise, where they cannot be captured.
         first = {"candidate": extra["candidates"][0]} if extra else {}
         jobs = [(head | first, partial(_timed, table, place, head, extra, meter)) for head in chosen]
@@ -202,10 +204,6 @@ def _timed(table: Table, place: Place, head: Record, extra: Mapping[str, Any], m
     return rows if meter is None else with_joules(rows, ready(), head["mode"], meter)
 
 
-def count(text: str) -> int:
-    return _above_zero(text, int)
-
-
 def counts(text: str) -> tuple[int, ...]:
     return tuple(count(part) for part in text.split(","))
 
@@ -214,8 +212,11 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def duration(text: str) -> float:
-    return _above_zero(text, float)
+def stretch(text: str) -> slice:
+    """Read ``FROM:TO`` or ``FROM:TO:STEP``, any of which may be left out."""
+    if not re.fullmatch(r"\d*:\d*(:[1-9]\d*)?", text):
+        raise argparse.ArgumentTypeError(f"expected FROM:TO or FROM:TO:STEP, got '{text}'")
+    return slice(*(int(part) if part else None for part in text.split(":")))
 
 
 def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
@@ -246,6 +247,9 @@ def _above_zero(text: str, kind: type[Number]) -> Number:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above zero, got '{text}'")
     return number
+
+
+count, duration = partial(_above_zero, kind=int), partial(_above_zero, kind=float)
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:

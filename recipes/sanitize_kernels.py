@@ -1,12 +1,12 @@
 """Launch the kernels on small shapes, for NVIDIA's compute-sanitizer to watch.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python recipes/sanitize_kernels.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python recipes/sanitize_kernels.py --part 1/4
+    compute-sanitizer --tool racecheck --error-exitcode 1 python recipes/sanitize_kernels.py --cases 0::4
 
 The cases are those of the tables of kernels and of factors, on numbers of rows that are no multiples of anything. Kernels whose blocks
 stay for more rows run on enough of them for a second round too. Each candidate that launches kernels of this project is called twice, as
-some second launches begin before the first ends. Prints what was launched. The tools are slow: ``--part 1/4`` takes every fourth case from
-the first on, so that four processes share the work, and --quick every sixteenth.
+some second launches begin before the first ends. Prints what was launched. The tools are slow: ``--cases 0::4`` takes every fourth case, so
+that four processes share the work, and --quick every sixteenth.
 
 What the tools said: recipes/results/sanitizer_h200.txt, of an earlier version, which called the launches themselves.
 
@@ -82,18 +82,14 @@ def launch(place: Place, table: Table, head: recipe.Record) -> None:
 
 def main() -> None:
     parser = recipe.parser_of(__doc__)
-    parser.add_argument("--part", help="such as 2/4: every fourth case from the second on")
-    parser.add_argument("--quick", action="store_true", help="the same as --part 1/16")
+    parser.add_argument("--cases", type=recipe.stretch, default=slice(None), metavar="FROM:TO:STEP", help="these alone, by their order")
+    parser.add_argument("--quick", dest="cases", action="store_const", const=slice(0, None, 16), help="the same as --cases 0::16")
     options = parser.parse_args()
-    part = options.part or ("1/16" if options.quick else "1/1")
-    first, _, step = part.partition("/")
-    if not (first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step)):
-        parser.error(f"expected a part such as 2/4, got '{part}'; give the first case, a slash, and how many parts there are")
     if not torch.cuda.is_available():
         raise SystemExit("this needs a CUDA device, and PyTorch finds none")
     torch.manual_seed(0)
     place = Place(torch.device("cuda"))
-    for table, head in [*cases(place)][int(first) - 1 :: int(step)]:
+    for table, head in [*cases(place)][options.cases]:
         launch(place, table, head)
         print(name_of(head), flush=True)
     torch.cuda.synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ import flysurgery
 from flysurgery import surgery
 from flysurgery.bench import TIMED_MODES, Case, Record
 from flysurgery.bench.ceilings import Work
-from flysurgery.bench.measuring import checked_rows, one_line
+from flysurgery.bench.measuring import checked_rows, one_line, weights_gib
 from flysurgery.bench.variants import by_definition, chosen_backends, definitions, dense_copy, fused_modules, problems, swapped
 from flysurgery.finetune import Settings, train, training_data
 from flysurgery.layers import ButterflyLinear
@@ -61,7 +62,7 @@ class BoundLinear(nn.Module):
 
     def __init__(self, layer: ButterflyLinear, backend: str) -> None:
         super().__init__()
-        self.architecture = layer.architecture
+        self.architecture, self.factors, self.bias = layer.architecture, layer.factors, layer.bias  # as large as what is stored
         self._run = BACKENDS[backend].bind(tuple(layer.factors), layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:  # shapes: (*batch, in_features) -> (*batch, out_features)
@@ -262,7 +263,8 @@ def step_case(
     for name in candidates:
         plain, _, kind = name.partition(" ")
         runs[name] = step(models[plain], kind)
-    return Case(runs, x, {name: truths[name.split()[0]] for name in candidates})
+    weights = {name: weights_gib(models[name.split()[0]]) for name in candidates}
+    return Case(runs, x, {name: truths[name.split()[0]] for name in candidates}, notes={"weights_gib": weights})
 
 
 FINETUNED = ("one by one", "captured", "fused and captured")
@@ -281,9 +283,12 @@ def finetune_rows(_place: Place, *, model: str, student: str, updates: str, batc
     if updates == FINETUNED[0]:
         ways.append(mock.patch("flysurgery.finetune.step._can_be_captured", return_value=False))
     torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
     with ExitStack() as stack:
         for way in ways:
             stack.enter_context(way)
         done = train(learner, training_data("fractals", learner, settings), settings, teacher=teacher)
+    start = time.perf_counter() - began - done.seconds
     peak = torch.cuda.max_memory_allocated() / 2**30
-    return [{"images_per_second": done.images_per_second, "seconds": done.seconds, "loss": done.loss, "peak_gib": peak}]
+    numbers = {"images_per_second": done.images_per_second, "seconds": done.seconds, "start_seconds": start}
+    return [numbers | {"loss": done.loss, "peak_gib": peak}]

@@ -127,7 +127,7 @@ TABLES = {
             "steps": (150,),
         },
         rows=finetune_rows,
-        columns=("images_per_second", "seconds", "loss", "peak_gib"),
+        columns=("images_per_second", "seconds", "start_seconds", "loss", "peak_gib"),
         free=("model", "student"),
         needs_cuda=True,
     ),

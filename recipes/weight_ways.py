@@ -182,8 +182,8 @@ RIVALS: Mapping[str, Rival] = {
     "int8": Rival(quantize, _as_it_is, allowed=INT8_ERROR),
     "2:4": Rival(partial(prune, choose=two_of_four), store_sparse, kept=0.5, tunes=False, choose=two_of_four),
 }
-"""Unstructured zeros run as a dense model with zeros, in the time of "dense compiled" without the tuning. PyTorch's CSR products in 16 bits
-sum in 16 bits or do not exist; ``factors.py rivals`` times those in float32, which are slower than dense at these densities.
+"""Unstructured zeros run as a dense model with zeros, in the time of "dense compiled" without the tuning. ``factors.py rivals`` times
+sparse products of these and of lower densities.
 """
 
 

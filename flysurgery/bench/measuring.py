@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flysurgery.bench.ceilings import Work, measure_ceilings
 from flysurgery.bench.rows import Record
 from flysurgery.bench.timing import Run, Timing, in_mode, time_interleaved
 from flysurgery.errors import first_line
+from flysurgery.gpu.weight_cache import derived_bytes
 
 WORST_ERROR = 16.0
 """A result is wrong, and gets no time, where its rms error exceeds that of the baseline by more than this factor."""
@@ -76,7 +77,8 @@ class Measured:
     ``error`` is the rms error against float64, over the rms of the result. ``noise`` is by how much two identical baselines of
     this run differ. ``bytes_moved`` and ``flops`` are what the computation must spend, ``bound_ms`` is the time that the ceilings of
     this run allow for it, and ``share_of_bound`` is the bound over the measured time. ``peak_gib`` is what a call from Python needs at most
-    beside the input and the weights, on CUDA: activations, gradients, the result and what lies between, in GiB.
+    beside the input and the weights, on CUDA: activations, gradients, the result and what lies between, in GiB. ``weights_gib`` are the
+    parameters and buffers of a module and what kernels packed from them.
     """
 
     launch: str
@@ -91,6 +93,7 @@ class Measured:
     bound_ms: float | None = None
     share_of_bound: float | None = None
     peak_gib: float | None = None
+    weights_gib: float | None = None
 
 
 MEASURED = tuple(field.name for field in fields(Measured))
@@ -136,7 +139,7 @@ def rows_of_case(head: Mapping[str, Any], make: Callable[[], Case], mode: str, p
     rows = []
     for name, measured in found.items():
         notes = {column: values.get(name) for column, values in case.notes.items()}
-        rows.append({**head, **case.columns, "candidate": name, **notes, **asdict(measured)})
+        rows.append({**head, **case.columns, "candidate": name, **asdict(measured), **notes})
     return rows
 
 
@@ -167,7 +170,7 @@ def measure(case: Case, protocol: Protocol, mode: str | None = None) -> dict[str
                 ratio = timing.median_ms / timings[case.baseline].median_ms if case.baseline in timings else None
                 share = None if bound is None else bound / timing.median_ms
                 times = timing.median_ms, timing.iqr_ms, ratio
-                own = {**spent, "share_of_bound": share, "peak_gib": peaks[plain]}
+                own = {**spent, "share_of_bound": share, "peak_gib": peaks[plain], "weights_gib": weights_gib(run)}
                 found[name] = Measured(timing.launch, right_status, errors[plain], noise, *times, **own)
             elif name == plain:
                 found[name] = Measured(protocol.launch, statuses[name], errors.get(name), noise, **spent)
@@ -203,6 +206,14 @@ def _peak_gib(run: Run, x: Tensor) -> float | None:
     before = torch.cuda.memory_allocated(x.device)
     run(x)
     return (torch.cuda.max_memory_allocated(x.device) - before) / 2**30
+
+
+def weights_gib(run: Run | str) -> float | None:
+    """GiB of a module's parameters, its buffers, and what kernels packed from them and keep; None of what is no module."""
+    if not isinstance(run, nn.Module):
+        return None
+    sizes = {each.data_ptr(): each.nbytes for each in (*run.parameters(), *run.buffers())}
+    return (sum(sizes.values()) + derived_bytes(sizes)) / 2**30
 
 
 def _own(each: Tensor | Mapping[str, Tensor], name: str) -> Tensor:

@@ -37,7 +37,7 @@ TIMES = ("median_ms", "iqr_ms", "ratio_to_dense", "share_of_bound", "peak_gib", 
 """The columns that every measurement ends with."""
 
 MULTIPLY_SHOWN = ("arch", "layer", "mode", "candidate", "backend", "launch", *TIMES)
-MODEL_SHOWN = ("layer", "layers", "out_features", "in_features", "rows", "candidate", "backend", "launch", *TIMES)
+MODEL_SHOWN = ("layer", "layers", "out_features", "in_features", "rows", "candidate", "backend", "launch", "weights_gib", *TIMES)
 
 
 @app.callback(invoke_without_command=True)

@@ -17,6 +17,7 @@ from flysurgery.cli.tables import print_json, print_table, progress
 
 TITLES = {
     "peak_gib": "peak GiB",
+    "weights_gib": "weights GiB",
     "median_ms": "median ms",
     "iqr_ms": "iqr ms",
     "ratio_to_dense": "/ dense",
@@ -25,6 +26,7 @@ TITLES = {
 }
 FORMATS = {
     "peak_gib": ".3f",
+    "weights_gib": ".4f",
     "median_ms": ".3f",
     "iqr_ms": ".3f",
     "bound_ms": ".3f",
@@ -95,11 +97,13 @@ class BenchRun(Sheet):
 def print_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Print some columns of the records; numbers short, and to the right.
 
-    Left out for a CPU: the share of the bound, since inputs that lie in its caches are not bounded by the rate of its memory, and the
-    memory, which nothing counts there.
+    Left out are memory where no row has it and, for a CPU, the share of the bound, since inputs that lie in its caches are not bounded by
+    the rate of its memory.
     """
+    absent = {name for name in ("peak_gib", "weights_gib") if not any(record.get(name) for record in records)}
     if all(record.get("device_type") == "cpu" for record in records):
-        columns = [name for name in columns if name not in ("share_of_bound", "peak_gib")]
+        absent.add("share_of_bound")
+    columns = [name for name in columns if name not in absent]
     titles = [TITLES.get(name, name.replace("_", " ")) for name in columns]
     numbers = {
         title for name, title in zip(columns, titles, strict=True) if name in FORMATS or all(_is_number(each[name]) for each in records)

@@ -17,13 +17,13 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flysurgery.errors import InferenceError, OptionError, WalkError
+from flysurgery.errors import OptionError
 from flysurgery.fidelity import Captured, Copied, Muon, relative_error
 from flysurgery.fidelity import parameter_groups as groups_of_muon
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import MUON, Settings
-from flysurgery.finetune.teacher import Teacher, as_tensor
-from flysurgery.inference import optimize, restore
+from flysurgery.finetune.teacher import Teacher, as_tensor, fuse
+from flysurgery.inference import restore
 from flysurgery.layers import ButterflyLinear
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ class Stepper:
         self._optimizer = optimizer_of(model, settings, on_cuda=on_cuda)
         alone = on_cuda and accelerator.num_processes == 1 and accelerator.scaler is None
         captures = alone and _can_be_captured(self._optimizer)
-        self._is_fused = captures and fuses and _fused(model, accelerator)
+        with accelerator.autocast():
+            self._is_fused = captures and fuses and fuse(model.eval(), training="captured")
         self._schedule: CosineLRScheduler | None = None
         self._pull = None if teacher is None else teacher.pull(model)
         if self._pull is not None:
@@ -231,16 +232,6 @@ def optimizer_of(model: nn.Module, settings: Settings, *, on_cuda: bool = False)
         return create_optimizer_v2(parameter_groups(model, settings), name, lr=1.0, weight_decay=settings.weight_decay or 0.0, **options)
     except (ValueError, KeyError, AssertionError) as error:
         raise OptionError(f"there is no optimizer '{name}'; muon is one, and timm has others, such as adamw, lamb and sgd") from error
-
-
-def _fused(model: nn.Module, accelerator: Accelerator) -> bool:
-    """Put fused modules into a model that trains under the run's autocast; gives whether there are any."""
-    model.eval()
-    try:
-        with accelerator.autocast():
-            return bool(optimize(model, training="captured").fused)
-    except (InferenceError, WalkError):  # a model that is optimized already, or cannot be traced
-        return False
 
 
 def _can_be_captured(optimizer: torch.optim.Optimizer) -> bool:

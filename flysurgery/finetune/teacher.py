@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,9 @@ class Teacher:
         self.model = model
         self._open = ExitStack()
         self._open.enter_context(unchanged_state(model))
-        self._fast = None if fused is None else _fused(model, fused)
+        self._fast = None if fused is None else copy.deepcopy(model).to(fused)
+        if self._fast is not None and not fuse(self._fast):
+            self._fast = None
         self._stream = self._open.enter_context(Stream(model if self._fast is None else self._fast, self.cuts))
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -78,14 +80,12 @@ def fused_dtype(accelerator: Accelerator) -> torch.dtype | None:
     return {"no": torch.float32, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
 
 
-def _fused(model: nn.Module, dtype: torch.dtype) -> nn.Module | None:
-    """Make a copy with fused modules; None where the forward pass cannot be traced."""
-    made = copy.deepcopy(model).to(dtype)
+def fuse(model: nn.Module, **how: Any) -> bool:
+    """Put fused modules into a model, as ``optimize`` does it; gives whether there are any."""
     try:
-        optimize(made)
-    except (InferenceError, WalkError):
-        return None
-    return made
+        return bool(optimize(model, **how).fused)
+    except (InferenceError, WalkError):  # a model that is optimized already, or cannot be traced
+        return False
 
 
 def as_tensor(output: object) -> Tensor:

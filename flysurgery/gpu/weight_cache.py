@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,6 +88,11 @@ def derived(
         tensors = _refresh(entry.tensors, tensors)
     _entries[key] = _new_entry(key, sources, stamps, trust, tensors, captured=captured)
     return tensors
+
+
+def derived_bytes(addresses: Collection[int]) -> int:
+    """Count the bytes that are remembered for sources of which the first lies at one of these addresses."""
+    return sum(each.nbytes for key, entry in list(_entries.items()) if key[0] in addresses for each in entry.tensors)
 
 
 def forget_derived() -> None:

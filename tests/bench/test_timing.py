@@ -16,6 +16,7 @@ from flysurgery.bench.measuring import checked_rows
 from flysurgery.bench.multiply import multiply_jobs
 from flysurgery.bench.timing import Timing
 from flysurgery.errors import OptionError, PatternError
+from flysurgery.gpu.weight_cache import derived
 from flysurgery.ops import BACKENDS
 
 X = torch.ones(3)
@@ -138,6 +139,16 @@ def test_ratios_bounds_and_twins() -> None:
     assert fast.noise == pytest.approx(0.01) and (fast.status, fast.launch) == ("ok", "eager"), "the CPU knows no graphs"
     noisy = found({"noisy": right, "fast": right}, baseline="noisy")
     assert {row.status for row in noisy.values()} == {"noisy: noisy timed twice differs by 50%"} and noisy["fast"].median_ms == 0.5
+
+
+@pytest.mark.usefixtures("known_times")
+def test_weights_are_counted_with_what_was_packed_of_them() -> None:
+    x, thrice, once = torch.ones(2, 1024), nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)
+    for each in (thrice, once):
+        nn.init.eye_(each.weight).data.mul_(3)
+    derived("packed", (thrice.weight,), lambda: (thrice.weight.repeat(2, 1),))
+    rows = found({"dense": once, "thrice": thrice, "function": right}, x)
+    assert [rows[name].weights_gib for name in ("dense", "dense again", "thrice", "function")] == [1 / 256, 1 / 256, 3 / 256, None]
 
 
 @pytest.mark.gpu

@@ -81,7 +81,7 @@ def test_a_stopped_run_on_a_gpu_goes_on_with_the_losses_of_one_that_was_not(conv
 def test_a_long_run_trains_with_fused_modules_and_leaves_none(photographs: Path, converted: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     fused = []
     monkeypatch.setattr("flysurgery.finetune.settings.FUSED_FROM_IMAGES", 1)
-    monkeypatch.setattr(step, "_fused", lambda *given, own=step._fused: fused.append(own(*given)) or fused[-1])
+    monkeypatch.setattr(step, "fuse", lambda *given, own=step.fuse, **how: fused.append(own(*given, **how)) or fused[-1])
     outcome = taught(converted(0), photographs, replace(UNLABELLED, cpu=False, precision="bf16"))
     assert fused and not is_optimized(outcome.model)
     assert outcome.fidelity_before is not None and outcome.fidelity_after is not None

@@ -44,7 +44,7 @@ def test_help_says_how_it_is_called(run_program: RunProgram, capsys: pytest.Capt
 
 def test_every_file_is_a_recipe_or_imported_by_one() -> None:
     names, texts = {path.stem for path in RECIPES.glob("*.py")}, [path.read_text(encoding="utf-8") for path in RECIPES.glob("*.py")]
-    imported = {name for text in texts for name in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)}
+    imported = {name for text in texts for name in re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE)}
     assert names - imported - {Path(name).stem for name in INDEX["programs"]()} == {"index", "publish"}
 
 

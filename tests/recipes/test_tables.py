@@ -92,6 +92,8 @@ def test_patterns_are_measured_in_both_layouts_and_the_claims_counted(run_recipe
     assert "99.67 %, x6.57" in capsys.readouterr().out
     run_recipe(*small, "^1, 48, 48, [12],", "--minutes", "1e-9")
     assert "2 of 2 measurements are left for the next run" in capsys.readouterr().out
+    run_recipe(*small, "^1, 48, 48,", "--cases", "1:2", "--minutes", "1e-9")
+    assert "1 of 1 measurements are left for the next run" in capsys.readouterr().out
 
 
 def test_claims_are_those_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +110,7 @@ def test_rivals_are_right_and_those_that_are_absent_say_why(run_recipe: RunRecip
     square = {row["candidate"]: row for row in rows}
     timed = {name for name, row in square.items() if row["median_ms"]}
     assert timed >= {"dense", "dense again", "butterfly", "low rank, two linears", "magnitude pruning, CSR, 0.25 of the weights"}
+    assert timed >= {f"magnitude pruning, CSR, {how}, 0.1 of the weights, uneven rows" for how in ("batch-size-last", "transposes counted")}
     assert square["low rank, two linears"]["note"] == "rank 6"  # as many weights as (1,24,6,2),(2,6,24,1): 576
     assert "CUDA" in square["2:4 semi-structured"]["status"] and all(row["status"] for row in rows)
     assert all(float(row["error"]) < 1e-6 for row in square.values() if row["error"])
