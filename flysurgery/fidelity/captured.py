@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -15,13 +17,14 @@ WARM_UP = 3
 class Captured:
     """Calls ``once``, which makes an update from the tensors of its batch; after ``WARM_UP`` calls it replays a graph of it.
 
-    ``once`` gives one tensor, reads nothing from the device, and writes to ``written`` in place. Batches of other shapes run as they come,
-    and so do all where PyTorch cannot capture ``once``. What is captured reads and writes the tensors of then: after any of them was
-    replaced, as a loaded state replaces those of an optimizer, call ``forget``.
+    ``once`` is the same in each call. It gives one tensor, reads nothing from the device, and writes to ``written`` in place. It is not
+    kept here: who keeps both would hold himself, and his graph would go at any time, even while another one is captured, which then fails.
+    Batches of other shapes run as they come, and so do all where PyTorch cannot capture ``once``. What is captured reads and writes the
+    tensors of then: after any of them was replaced, as a loaded state replaces those of an optimizer, call ``forget``.
     """
 
-    def __init__(self, once: Callable[..., Tensor], written: Sequence[Tensor]) -> None:
-        self._once, self._written = once, written
+    def __init__(self, written: Sequence[Tensor]) -> None:
+        self._written = written
         self._can_capture, self._side = True, torch.cuda.Stream()
         self.forget()
 
@@ -32,33 +35,55 @@ class Captured:
         self._result = torch.empty(0)
         self._calls = 0
 
-    def __call__(self, *batch: Tensor) -> Tensor:
+    def __call__(self, once: Callable[..., Tensor], *batch: Tensor) -> Tensor:
         if self._graph is None and self._can_capture and self._calls >= WARM_UP:
-            self._capture(batch)
+            self._capture(once, batch)
         if self._graph is None or [each.shape for each in batch] != [each.shape for each in self._batch]:
-            return self._at_once(batch)
+            return self._at_once(once, batch)
         for mine, given in zip(self._batch, batch, strict=True):
             mine.copy_(given)
         self._graph.replay()
         increment_version(self._written)  # a replay counts no writes, by which copies in other layouts know that they are old
         return self._result.clone()
 
-    def _at_once(self, batch: Sequence[Tensor]) -> Tensor:
+    def _at_once(self, once: Callable[..., Tensor], batch: Sequence[Tensor]) -> Tensor:
         """Make an update on a stream of its own, as a capture does, so that nothing that it leaves belongs to another stream."""
         self._calls += 1
         self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            result = self._once(*batch)
+        with torch.cuda.stream(self._side), _noting_waits() if self._calls == WARM_UP else nullcontext([]) as waits:
+            result = once(*batch)
+        self._can_capture = self._can_capture and not waits
         torch.cuda.current_stream().wait_stream(self._side)
         return result
 
-    def _capture(self, batch: Sequence[Tensor]) -> None:
+    def _capture(self, once: Callable[..., Tensor], batch: Sequence[Tensor]) -> None:
         graph, held = torch.cuda.CUDAGraph(), tuple(each.clone() for each in batch)
         try:
             # other threads, such as those that pin the memory of images, go on
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                result = self._once(*held)
-        except RuntimeError:  # a model that reads from the device, or an optimizer that does
+                result = once(*held)
+        except RuntimeError:  # something else than a wait, such as a library that allocates memory of its own
             self._can_capture = False
+            _end_failed_capture()
             return
         self._graph, self._batch, self._result = graph, held, result
+
+
+@contextmanager
+def _noting_waits() -> Iterator[list[str]]:
+    """Give a list that has, at the end, what waited for the device, which no graph can hold. A capture that fails does damage."""
+    before, waits = torch.cuda.get_sync_debug_mode(), list[str]()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    waits += [text for each in found if "synchronizing CUDA operation" in (text := str(each.message))]
+
+
+def _end_failed_capture() -> None:
+    """Make a capture that succeeds: after one that failed, PyTorch's generator counts as captured, and draws nothing outside of graphs."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros((), device="cuda")

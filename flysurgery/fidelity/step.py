@@ -50,7 +50,7 @@ class Step(contextlib.AbstractContextManager["Step"]):
         self._theirs = Stream(self._teacher, used)
         self._mine = Pull(self._student, self._theirs.values, used, REACH)
         self._mine.taught = self._taught = torch.zeros((), device=self._device)
-        self._update = self._once if self._half is None else Captured(self._once, self._parameters)
+        self._captured = None if self._half is None else Captured(self._parameters)
 
     def __enter__(self) -> Step:
         self._theirs.__enter__()
@@ -60,8 +60,8 @@ class Step(contextlib.AbstractContextManager["Step"]):
     def __exit__(self, *error: object) -> None:
         self._mine.__exit__(None, None, None)
         self._theirs.__exit__(None, None, None)
-        if isinstance(self._update, Captured):
-            self._update.forget()
+        if self._captured is not None:
+            self._captured.forget()
 
     def expect(self, views: int) -> None:
         """Set how much the views of a picture differ, by how many views of all pictures there will be."""
@@ -72,7 +72,10 @@ class Step(contextlib.AbstractContextManager["Step"]):
         self._rate.fill_(share * self._highest)
         self._taught.fill_(taught)
         self._source.advance()
-        self._update()
+        if self._captured is None:
+            self._once()
+        else:
+            self._captured(self._once)
 
     def warm_up(self) -> None:
         """Make updates at a rate of zero, until all is there that an update keeps, and on CUDA an update is a graph."""

@@ -98,7 +98,7 @@ class Stepper:
             self._mixup = Mixup(settings.mixup, settings.cutmix, label_smoothing=settings.smoothing, num_classes=max(1, num_classes))
         self._class_loss = class_loss(settings)
         self._rates = [torch.zeros((), device=accelerator.device) for _ in self._optimizer.param_groups] if captures else []
-        self._update = Captured(self._once, [*model.parameters(), *model.buffers()]) if captures else self._once
+        self._captured = Captured([*model.parameters(), *model.buffers()]) if captures else None
 
     def plan(self, updates: int, rate: float) -> None:
         """Set the schedule: up in a line to ``rate``, then down in a cosine until ``updates`` are done."""
@@ -120,8 +120,8 @@ class Stepper:
         finally:
             before.put_back()
             self.optimizer.load_state_dict(optimizer)
-            if isinstance(self._update, Captured):
-                self._update.forget()
+            if self._captured is not None:
+                self._captured.forget()
 
     @property
     def bare(self) -> nn.Module:
@@ -150,7 +150,8 @@ class Stepper:
         seed_everything(self._settings.seed, UPDATES, number, self._accelerator.process_index)
         if self._mixup is not None:
             parts = [self._mixup(*part) for part in parts]
-        return self._update(*(tensor for part in parts for tensor in part))
+        batch = [tensor for part in parts for tensor in part]
+        return self._once(*batch) if self._captured is None else self._captured(self._once, *batch)
 
     def _once(self, *batch: Tensor) -> Tensor:  # shape: (5,)
         """Make an update from images and targets, in turns, at the rates of now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,23 +39,26 @@ def test_a_replay_does_what_the_calls_do_and_counts_as_a_write() -> None:
     def once(weight: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda x: weight.add_(x.mean()) * torch.rand(3, device="cuda")
 
-    captured, plain = Captured(once(weights[0]), [weights[0]]), once(weights[1])
+    captured, ways = Captured([weights[0]]), [once(each) for each in weights]
     for number in range(WARM_UP + 3):
         x = torch.full((4 if number != WARM_UP + 1 else 2,), float(number), device="cuda")
         found, versions = [], weights[0]._version
-        for call in (captured, plain):
+        for call in (partial(captured, ways[0]), ways[1]):
             torch.manual_seed(number)
             found.append(call(x))
         assert torch.equal(*found) and torch.equal(*weights)
         assert weights[0]._version > versions, "a replay is a write"
 
 
-def test_what_reads_from_the_device_runs_as_it_is() -> None:
-    calls = []
-    captured = Captured(lambda x: calls.append(float(x.sum())) or x * 2, [])
+def test_what_reads_from_the_device_runs_as_it_is_and_random_numbers_go_on() -> None:
+    calls, other = [], Captured([])
+    draws = [other(lambda: torch.rand(3, device="cuda")) for _ in range(WARM_UP + 1)]
+    captured = Captured([])
     for _ in range(WARM_UP + 2):
-        assert captured(torch.ones(2, device="cuda")).tolist() == [2, 2]
+        assert captured(lambda x: calls.append(float(x.sum())) or x * 2, torch.ones(2, device="cuda")).tolist() == [2, 2]
     assert len(calls) == WARM_UP + 2
+    draws += [torch.rand(3, device="cuda"), other(lambda: torch.rand(3, device="cuda"))]
+    assert len({tuple(each.tolist()) for each in draws}) == len(draws), "a graph of before, and what is no graph, still draw"
 
 
 @pytest.mark.parametrize("optimizer", [None, "adamw"])
