@@ -121,14 +121,14 @@ TABLES = {
     "finetune": Table(
         {
             "model": (VIT_S, "vit_base_patch16_224"),
-            "student": ("dense", "gonon", "monarch"),
-            "updates": FINETUNED,
-            "batch": (128,),
-            "steps": (150,),
+            "way": FINETUNED,
+            "arch": ("dense", "gonon", "monarch"),
+            "batch_size": (128,),
+            "updates": (150,),
         },
         rows=finetune_rows,
         columns=("images_per_second", "seconds", "start_seconds", "loss", "peak_gib"),
-        free=("model", "student"),
+        free=FREE,
         needs_cuda=True,
     ),
 }
