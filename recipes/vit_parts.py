@@ -271,24 +271,25 @@ FINETUNED = ("one by one", "captured", "fused and captured")
 """How finetune's updates run: launch by launch, as one CUDA graph, and as one with fused modules in model and teacher."""
 
 
-def finetune_rows(_place: Place, *, model: str, way: str, arch: str, batch_size: int, updates: int) -> list[Record]:
+def finetune_rows(place: Place, *, model: str, way: str, arch: str, batch_size: int, updates: int) -> list[Record]:
     """The speed of ``finetune`` with a dense teacher, on generated images, as ``train`` runs it but for what ``way`` says."""
     torch.manual_seed(0)
     teacher = timm.create_model(model, num_classes=100)
     learner = dense_copy(teacher)
     if arch != "dense":
         surgery.apply(surgery.plan(learner, arch), learner)
-    settings = Settings(epochs=1, batch_size=batch_size, images_per_epoch=batch_size * updates, precision="bf16")
+    settings = Settings(epochs=1, batch_size=batch_size, images_per_epoch=batch_size * updates, precision="bf16", cpu=not place.on_cuda)
     changes = [mock.patch.object(Settings, "pays_fusing", return_value=way == FINETUNED[2])]
     if way == FINETUNED[0]:
         changes.append(mock.patch("flysurgery.finetune.step._can_be_captured", return_value=False))
-    torch.cuda.reset_peak_memory_stats()
+    if place.on_cuda:
+        torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     with ExitStack() as stack:
         for change in changes:
             stack.enter_context(change)
         done = train(learner, training_data("fractals", learner, settings), settings, teacher=teacher)
     start = time.perf_counter() - began - done.seconds
-    peak = torch.cuda.max_memory_allocated() / 2**30
+    peak = torch.cuda.max_memory_allocated() / 2**30 if place.on_cuda else None
     numbers = {"images_per_second": done.images_per_second, "seconds": done.seconds, "start_seconds": start}
     return [numbers | {"loss": done.loss, "peak_gib": peak}]

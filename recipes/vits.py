@@ -127,6 +127,7 @@ TABLES = {
             "updates": (150,),
         },
         rows=finetune_rows,
+        quick={"model": (VIT_S,), "way": FINETUNED[:1], "arch": ("monarch",), "batch_size": (2,), "updates": (2,)},
         columns=("images_per_second", "seconds", "start_seconds", "loss", "peak_gib"),
         free=FREE,
         needs_cuda=True,

@@ -35,6 +35,12 @@ def test_table_3_has_every_part_right_in_both_protocols(run_recipe: RunRecipe) -
     assert int(linear["flops"]) == 2 * 100 * 2 * 1024
 
 
+def test_finetune_is_timed(run_recipe: RunRecipe) -> None:
+    (row,) = run_recipe("vits.py finetune", "--model", "test_vit")
+    assert float(row["images_per_second"]) > 0 and float(row["start_seconds"]) > 0 and float(row["loss"]) > 0
+    assert not row["peak_gib"]
+
+
 def test_axes_and_candidates_are_options_and_a_second_run_adds(run_recipe: RunRecipe) -> None:
     first = run_recipe("vits.py table6", *ONE_LINEAR)
     assert [row["candidate"] for row in first] == ["dense", "dense again", "bmm"]
