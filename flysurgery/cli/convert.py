@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flysurgery.surgery import Measurement, Plan, Tradeoff
 
 
-@together
+@together()
 def convert(
     model: options.DenseModel,
     arch: options.ChoosableArch = None,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -16,25 +15,34 @@ from flysurgery.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
-P = ParamSpec("P")
-
 FAILED = "flysurgery/failed"
 """Counts, in the launcher's store, the processes that have failed."""
 
 
-def together(verb: Callable[P, None]) -> Callable[P, None]:
-    """Connect the processes of a launcher while ``verb`` runs; without a launcher nothing is different.
+@contextmanager
+def together() -> Iterator[None]:
+    """Connect the processes of a launcher while a verb runs, which this decorates; without a launcher nothing is different.
 
     Where processes fail, the first of them to do so raises its error, and the others end in silence with its exit code, since most of them
     fail for want of the first.
     """
+    from torch import distributed as dist
 
-    @functools.wraps(verb)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        with _connected():
-            verb(*args, **kwargs)
+    if not (dist.is_available() and dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1):
+        yield
+        return
+    from torch.distributed.rendezvous import rendezvous
 
-    return run
+    store, rank, count = next(rendezvous("env://"))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    try:
+        yield
+    except BaseException as error:
+        # The connections are left open until the process ends: the others would fail as soon as they are closed.
+        if not _fails_first(store):
+            raise typer.Exit(getattr(error, "exit_code", 1)) from error
+        raise
+    dist.destroy_process_group()
 
 
 def is_first() -> bool:
@@ -72,27 +80,6 @@ def _are_several() -> bool:
     from torch import distributed as dist
 
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-@contextmanager
-def _connected() -> Iterator[None]:
-    from torch import distributed as dist
-
-    if not (dist.is_available() and dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1):
-        yield
-        return
-    from torch.distributed.rendezvous import rendezvous
-
-    store, rank, count = next(rendezvous("env://"))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
-    try:
-        yield
-    except BaseException as error:
-        # The connections are left open until the process ends: the others would fail as soon as they are closed.
-        if not _fails_first(store):
-            raise typer.Exit(getattr(error, "exit_code", 1)) from error
-        raise
-    dist.destroy_process_group()
 
 
 def _fails_first(store: Any) -> bool:
