@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.bench.ceilings import Work, work_of
-from flysurgery.factors import factors_to_dense
 from flysurgery.inference import optimize
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import Problem, explain
+from flysurgery.surgery.build import dense_layer
 
 OPTIMIZED = ", optimized"
 """Ends the names of models that ``optimize`` made."""
@@ -41,21 +41,9 @@ def reset(model: nn.Module) -> None:
 
 
 def dense_linear(layer: Layer) -> nn.Linear:
-    """Multiply the factors of a layer out to one ``nn.Linear``, in float64, rounded once."""
-    parts = [layer] if isinstance(layer, ButterflyLinear) else list(layer.children())
-    weights, biases = [], []
-    for part in parts:
-        if isinstance(part, ButterflyLinear):
-            weights.append(factors_to_dense([factor.detach().double() for factor in part.factors]).to(part.factors[0].dtype))
-            biases.append(part.bias)
-        elif isinstance(part, nn.Linear):
-            weights.append(part.weight.detach())
-            biases.append(part.bias)
-    new = nn.Linear(layer.in_features, layer.out_features, bias=biases[0] is not None, device="meta")
-    new.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
-    if biases[0] is not None:
-        new.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
-    return new.train(layer.training)
+    """Multiply the factors of a layer out, in float64, rounded once; nothing of it is trained."""
+    linear: Any = dense_layer(layer)
+    return linear.requires_grad_(False)
 
 
 def dense_copy(module: nn.Module) -> nn.Module:
