@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flysurgery.bench.ceilings import Work
+from flysurgery.bench.ceilings import work_of
 from flysurgery.bench.measuring import MEASURED, Case, Protocol, checked_rows, rows_of_case
 from flysurgery.bench.rows import Job, Record
 from flysurgery.bench.timing import TIMED_MODES
@@ -70,21 +70,13 @@ def multiply_case(architecture: Architecture, rows: int, mode: str, device: torc
     layer = ButterflyLinear(architecture, device=device, dtype=dtype).requires_grad_(False)
     x = torch.randn(rows, architecture.in_features, device=device, dtype=dtype)
     problem = Problem(architecture, rows, dtype, device.type, bias=True, allow_tf32=device.type == "cuda" and mode == "tf32")
-    runs: dict[str, Callable[[Tensor], Tensor] | str] = {BASELINE: dense_linear(layer), "layer": layer}
+    linear, plain = dense_linear(layer), by_definition(layer)
+    runs: dict[str, Callable[[Tensor], Tensor] | str] = {BASELINE: linear, "layer": layer}
     for name, backend in BACKENDS.items():
         runs[name] = backend.can_run(problem) or backend.bind(tuple(layer.factors), layer.bias)
     checked = checked_rows(rows, CHECKED_ROWS)
-    truth = by_definition(layer).double()(x[checked].double())
-    dense, own = _works(architecture, x)
+    dense, own = work_of(linear, x), work_of(plain, x)
+    truth = plain.double()(x[checked].double())
     works = {name: dense if name in (BASELINE, "dense") else own for name, run in runs.items() if not isinstance(run, str)}
     notes = {"backend": {"layer": explain(problem).choice} | {name: name for name in BACKENDS}}
     return Case(runs, x, truth, checked, works, BASELINE, notes=notes)
-
-
-def _works(architecture: Architecture, x: Tensor) -> tuple[Work, Work]:
-    """Give what the multiplication must spend, dense and by factors."""
-    rows, size = x.shape[0], x.element_size()
-    ends = rows * (architecture.in_features + architecture.out_features) + architecture.out_features
-    dense = architecture.in_features * architecture.out_features
-    by_factors = Work(size * (ends + architecture.num_parameters), rows * architecture.flops_per_row)
-    return Work(size * (ends + dense), 2 * rows * dense), by_factors
