@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flysurgery.bench.ceilings import work_of
 from flysurgery.bench.measuring import MEASURED, Case, Protocol, checked_rows, rows_of_case
-from flysurgery.bench.rows import Job, Record
+from flysurgery.bench.rows import Job
 from flysurgery.bench.timing import TIMED_MODES
 from flysurgery.bench.variants import by_definition, dense_linear
 from flysurgery.errors import PatternError
@@ -51,17 +51,14 @@ def multiply_jobs(arch: str, width: int, rows: int, mode: str, device: torch.dev
         except PatternError as error:
             missing.append(str(error))
             continue
-        head = _head(arch, layer, architecture) | {"rows": rows, "mode": mode, "device_type": device.type}
+        sizes = {"out_features": out_features, "in_features": in_features, "density": architecture.density}
+        head = {"arch": arch, "layer": layer, "architecture": str(architecture), **sizes}
+        head |= {"rows": rows, "mode": mode, "device_type": device.type}
         make = partial(multiply_case, architecture, rows, mode, device)
         key = head | {"candidate": BASELINE, "launch": protocol.on(device).launch}
         yield key, partial(rows_of_case, head, make, mode, protocol)
     if len(missing) == 3:
         raise PatternError(f"no layer of width {width} has an architecture '{arch}': {missing[0]}")
-
-
-def _head(arch: str, layer: str, architecture: Architecture) -> Record:
-    sizes = {"out_features": architecture.out_features, "in_features": architecture.in_features, "density": architecture.density}
-    return {"arch": arch, "layer": layer, "architecture": str(architecture), **sizes}
 
 
 def multiply_case(architecture: Architecture, rows: int, mode: str, device: torch.device) -> Case:
