@@ -38,15 +38,11 @@ def draw_tradeoff(curve: Sequence[tuple[float, float]], chosen: tuple[float, flo
 
 def pyplot() -> Any:
     """Give matplotlib's pyplot, drawing into files."""
-    _needed("matplotlib").use("Agg")
-    return importlib.import_module("matplotlib.pyplot")
-
-
-def _needed(name: str) -> Any:
     try:
-        return importlib.import_module(name)
+        importlib.import_module("matplotlib").use("Agg")
     except ImportError as error:
-        raise OptionError(f"--plot draws with {name}, which is not installed: pip install 'flysurgery[bench]'") from error
+        raise OptionError("--plot draws with matplotlib, which is not installed: pip install 'flysurgery[bench]'") from error
+    return importlib.import_module("matplotlib.pyplot")
 
 
 def save(figure: Any, path: Path) -> None:
