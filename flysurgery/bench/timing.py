@@ -213,12 +213,14 @@ def captured(run: Run, inputs: Sequence[Tensor], pool: Any) -> torch.cuda.CUDAGr
 
 
 def modes_of(text: str, device: torch.device) -> tuple[str, ...]:
-    """Read modes such as ``fp32,bf16``; ``all`` is every mode that the device has.
+    """Read modes such as ``fp32,bf16``; ``all`` is every mode that the device has. Only CUDA has TF32.
 
     Raises:
         OptionError: an unknown mode, or one that the device does not have.
     """
-    known = _known_modes(device)
+    known = ("fp32", "fp16", "bf16")
+    if device.type == "cuda":  # before compute capability 8.0 without TF32 and bfloat16
+        known = tuple(TIMED_MODES) if torch.cuda.get_device_capability(device) >= (8, 0) else ("fp32", "fp16")
     found = known if text == "all" else tuple(part.strip() for part in text.split(",") if part.strip())
     for mode in found:
         if mode not in known:
@@ -226,13 +228,6 @@ def modes_of(text: str, device: torch.device) -> tuple[str, ...]:
     if not found:
         raise OptionError(f"expected modes such as fp32,bf16, got '{text}'")
     return found
-
-
-def _known_modes(device: torch.device) -> tuple[str, ...]:
-    """List the modes of a device. Only CUDA has TF32. GPUs before compute capability 8.0 have neither it nor bfloat16."""
-    if device.type != "cuda":
-        return "fp32", "fp16", "bf16"
-    return tuple(TIMED_MODES) if torch.cuda.get_device_capability(device) >= (8, 0) else ("fp32", "fp16")
 
 
 @contextmanager
