@@ -237,14 +237,15 @@ def sentence(records: Sequence[Record], groups: Sequence[Group]) -> str:
     start = "this machine is too noisy to say; by these numbers " if noisy else ""
     whole, fused, fused_dense = (ratio_of(records, WHOLE, name) for name in (PLANNED, PLANNED + OPTIMIZED, DENSE + OPTIMIZED))
     if fused is not None and fused_dense is not None:
-        kind, verdict = OPTIMIZED, _verdict(fused < min(1, fused_dense))
+        kind, faster = OPTIMIZED, fused < min(1, fused_dense)
         times = f"converted and optimized the model takes {fused:.2f} of the dense time, optimized without conversion {fused_dense:.2f}"
     elif whole is not None:
-        kind, verdict, times = "", _verdict(whole < 1), f"the converted model takes {whole:.2f} of the dense time"
+        kind, faster, times = "", whole < 1, f"the converted model takes {whole:.2f} of the dense time"
     else:
         return "the whole model could not be timed converted; its row says why"
-    words = f"{start}conversion is {verdict}: {times}"
-    slower = [group.name for group in groups if (ratio := ratio_of(records, group.name, PLANNED)) is None or ratio >= 1]
+    words = f"{start}conversion is {'worth it' if faster else 'not worth it'} here: {times}"
+    stay_dense = slower_layers(records, groups)
+    slower = [group.name for group in groups if group.fqns[0] in stay_dense]
     shaky = {record["layer"] for record in records if record["status"].startswith("noisy")}
     alone = "by itself " if kind else ""
     if not slower:
@@ -255,7 +256,3 @@ def sentence(records: Sequence[Record], groups: Sequence[Group]) -> str:
     rest = "" if partly is None else f", and without converting them the model takes {partly:.2f}"
     named = ", ".join(name + (" (noisy)" if name in shaky else "") for name in slower)
     return f"{words}; {alone}faster dense: {named}{rest}"
-
-
-def _verdict(faster: bool) -> str:
-    return "worth it here" if faster else "not worth it here"
