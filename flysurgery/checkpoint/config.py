@@ -86,11 +86,6 @@ def plan_in(config: Mapping[str, Any], folder: Path) -> Plan:
     return replace(plan, base_args={**plan.base_args, **changed})
 
 
-def is_converted_config(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is that of a converted model."""
-    return is_of_transformers(config) or config.get("architecture") == ENTRY_POINT
-
-
 def describe(model: nn.Module, config: Mapping[str, Any], folder: Path) -> None:
     """Tell a loaded model what its folder says of images and classes."""
     if is_of_transformers(config):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, transformers_class
-from flysurgery.checkpoint.config import describe, is_converted_config, plan_in, read_config
+from flysurgery.checkpoint.config import describe, plan_in, read_config
 from flysurgery.checkpoint.files import TensorFile, open_tensors
 from flysurgery.checkpoint.folder import FILES
 from flysurgery.checkpoint.header import SCHEMA_KEY, Header, plan_sha256
@@ -87,16 +87,13 @@ def downloaded(name: str, cache_dir: str | Path | None = None) -> Path:
 def is_converted(folder: str | Path) -> bool:
     """Whether ``folder`` holds a checkpoint of a converted model, a damaged one included. Reads no weights, and never raises."""
     path = Path(folder)
-    try:
-        if is_converted_config(read_config(path)):
+    with suppress(CheckpointError):
+        config = read_config(path)
+        if is_of_transformers(config) or config["architecture"] == ENTRY_POINT:
             return True
-    except CheckpointError:
-        pass
-    try:
-        with open_tensors(path / WEIGHTS) as tensors:
-            return SCHEMA_KEY in tensors.metadata
-    except CheckpointError:
-        return False
+    with suppress(CheckpointError), open_tensors(path / WEIGHTS) as tensors:
+        return SCHEMA_KEY in tensors.metadata
+    return False
 
 
 @contextmanager
