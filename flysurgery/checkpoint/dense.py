@@ -21,7 +21,7 @@ from flysurgery.checkpoint.folder import check_target, new_folder, write_json
 from flysurgery.checkpoint.header import SCHEMA_KEY
 from flysurgery.checkpoint.tensors import difference
 from flysurgery.checkpoint.transformers_folder import write_by_transformers
-from flysurgery.errors import CheckpointError, ModelError, first_line
+from flysurgery.errors import CheckpointError, ModelError, raised_as
 
 WRAPPERS = ("state_dict", "model")
 """Entries under which training scripts keep the weights in a torch file."""
@@ -111,21 +111,19 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
-    try:
-        with open_regular(path):  # opening a pipe would wait for ever
-            pass
-        # timm's training checkpoints hold their command line as a Namespace, which is plain data.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no file {path}") from error
-    except pickle.UnpicklingError as error:
-        advice = "write one with torch.save(model.state_dict(), FILE)"
-        raise CheckpointError(f"{path} is no file of tensors alone, and Python objects are never unpickled; {advice}") from error
-    except Exception as error:  # torch and zipfile raise many kinds for a file that is damaged or another format
-        raise CheckpointError(f"{path} cannot be read as a torch file: {first_line(error)}") from error
+    # torch and zipfile raise many kinds for a file that is damaged or another format
+    with raised_as(CheckpointError, f"{path} cannot be read as a torch file"):
+        try:
+            with open_regular(path):  # opening a pipe would wait for ever
+                pass
+            # timm's training checkpoints hold their command line as a Namespace, which is plain data.
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"there is no file {path}") from error
+        except pickle.UnpicklingError as error:
+            advice = "write one with torch.save(model.state_dict(), FILE)"
+            raise CheckpointError(f"{path} is no file of tensors alone, and Python objects are never unpickled; {advice}") from error
     for name in WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
