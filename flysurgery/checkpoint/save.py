@@ -190,7 +190,7 @@ def _changed_buffers(model: nn.Module, shell: nn.Module, dtype: torch.dtype | No
     """
     mine, rebuilt = unstored_buffers(model), unstored_buffers(shell)
     uniform = dtype or single_float_dtype(tensor.dtype for tensor in model.state_dict().values() if isinstance(tensor, Tensor))
-    return {name: buffer for name, buffer in mine.items() if not _same(_cast(buffer, dtype), _cast(rebuilt[name], uniform))}
+    return {name: buffer for name, buffer in mine.items() if _stored(buffer, dtype) != _stored(rebuilt[name], uniform)}
 
 
 def _limits(model: nn.Module) -> Limits:
@@ -219,9 +219,6 @@ def _traits(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in found.items() if isinstance(value, int | str | list)}
 
 
-def _cast(buffer: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return buffer.to("cpu", dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(bytes_of(one), bytes_of(other))
+def _stored(buffer: Tensor, dtype: torch.dtype | None) -> tuple[torch.dtype, bytes]:
+    cast = buffer.to("cpu", dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype)
+    return cast.dtype, bytes_of(cast).numpy().tobytes()
