@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from flysurgery.checkpoint.base import build_base
 from flysurgery.checkpoint.meter import LimitError, Limits, metered
@@ -67,17 +68,11 @@ def _build(plan: Plan, limits: Limits, *, parameters_on_meta: bool) -> nn.Module
 
 
 def _has_meta_state(model: nn.Module) -> bool:
+    state = [[value for name, value in vars(module).items() if name not in ("_parameters", "_modules")] for module in model.modules()]
     return any(
-        _on_meta(value) for module in model.modules() for name, value in vars(module).items() if name not in ("_parameters", "_modules")
+        (isinstance(value, Tensor) and value.is_meta) or (isinstance(value, torch.device) and value.type == "meta")
+        for value in tree_leaves(state)
     )
-
-
-def _on_meta(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(_on_meta(each) for each in value.values())
-    if isinstance(value, list | tuple):
-        return any(_on_meta(each) for each in value)
-    return (isinstance(value, Tensor) and value.is_meta) or (isinstance(value, torch.device) and value.type == "meta")
 
 
 def _base(plan: Plan) -> str:
