@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from flysurgery.checkpoint.files import parse_json
@@ -27,8 +27,8 @@ class Header:
     """
 
     plan_sha256: str
-    tensors: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[str, str]]
+    aliases: Mapping[str, str]
 
     def to_metadata(self, version: str) -> dict[str, str]:
         """The header's entries, texts only; ``tensors_sha256`` is the hash of ``tensors`` and ``aliases``, one after the other."""
