@@ -31,13 +31,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("inspect", cls=Command)(inspect.inspect)
-app.command("convert", cls=Command)(convert.convert)
-app.command("evaluate", cls=Command)(evaluate.evaluate)
-app.command("finetune", cls=Command)(finetune.finetune)
-app.command("densify", cls=Command)(densify.densify)
-app.command("doctor", cls=Command)(doctor.doctor)
-app.command("autotune", cls=Command)(autotune.autotune)
+for verb in (inspect.inspect, convert.convert, evaluate.evaluate, finetune.finetune, densify.densify, doctor.doctor, autotune.autotune):
+    app.command(cls=Command)(verb)
 app.add_typer(bench.app, name="bench")
 
 
