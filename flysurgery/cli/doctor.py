@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from itertools import product
 
 import typer
 
 from flysurgery.cli.options import Json
-
-if TYPE_CHECKING:
-    import torch
 
 PACKAGES = ("flysurgery", "torch", "timm", "vit-pytorch", "safetensors", "cuda-core")
 PROBE_FEATURES, PROBE_ROWS = 384, 25216
@@ -68,21 +65,18 @@ def _driver() -> tuple[str, str | None]:
 def _backends() -> list[dict[str, str]]:
     import torch
 
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    return [row for device in devices for dtype in (torch.float32, torch.bfloat16, torch.float16) for row in _verdicts(device, dtype)]
-
-
-def _verdicts(device: str, dtype: torch.dtype) -> list[dict[str, str]]:
     from flysurgery.ops import Problem, explain
     from flysurgery.patterns import monarch
 
-    problem = Problem(monarch(PROBE_FEATURES, PROBE_FEATURES), PROBE_ROWS, dtype, device, bias=True)
-    explanation = explain(problem)
+    architecture = monarch(PROBE_FEATURES, PROBE_FEATURES)
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     rows = []
-    for verdict in explanation.verdicts:
-        chosen = verdict.backend == explanation.choice
-        runs = "no" if verdict.obstacle is not None else "chosen" if chosen else "yes"
-        reason = verdict.obstacle or (explanation.why if chosen else verdict.advice) or ""
-        name = str(dtype).removeprefix("torch.")
-        rows.append({"device": device, "dtype": name, "backend": verdict.backend, "runs": runs, "reason": reason})
+    for device, dtype in product(devices, (torch.float32, torch.bfloat16, torch.float16)):
+        explanation = explain(Problem(architecture, PROBE_ROWS, dtype, device, bias=True))
+        for verdict in explanation.verdicts:
+            chosen = verdict.backend == explanation.choice
+            runs = "no" if verdict.obstacle is not None else "chosen" if chosen else "yes"
+            reason = verdict.obstacle or (explanation.why if chosen else verdict.advice) or ""
+            name = str(dtype).removeprefix("torch.")
+            rows.append({"device": device, "dtype": name, "backend": verdict.backend, "runs": runs, "reason": reason})
     return rows
