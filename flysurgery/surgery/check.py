@@ -93,7 +93,7 @@ def check_runs(plan: Plan, model: nn.Module) -> None:
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
     with ExitStack() as hooks:
         for module in modules.values():
-            hooks.callback(module.register_forward_hook(note).remove)
+            hooks.enter_context(module.register_forward_hook(note))
         try:
             with torch.no_grad(), torch.random.fork_rng(devices), unchanged_state(model):
                 model(*inputs)
