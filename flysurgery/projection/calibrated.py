@@ -13,8 +13,7 @@ from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture
 from flysurgery.projection.block_cycling import Fitted, cycle_together
 from flysurgery.projection.metric import Metric
-from flysurgery.projection.project import checked_matrix, project
-from flysurgery.projection.report import Projection, as_projection
+from flysurgery.projection.project import Projection, as_projection, checked_matrix, project
 from flysurgery.projection.two_factor import two_factor
 
 
