@@ -103,3 +103,8 @@ def as_projection(
     norm = torch.linalg.vector_norm(matrix / scale)
     error = float(torch.linalg.vector_norm(residual) / norm) if norm > 0 else 0.0
     return Projection(architecture, factors, error, 1.0 - error**2, perf_counter() - started)
+
+
+def product_of(projection: Projection) -> Tensor:
+    """The product of the factors; shape (out_features, in_features), float64, on the CPU."""
+    return factors_to_dense([factor.detach().to("cpu", torch.float64) for factor in projection.factors])
