@@ -5,6 +5,7 @@ from flysurgery.surgery.allocation import Allocation as Allocation
 from flysurgery.surgery.allocation import Picks as Picks
 from flysurgery.surgery.allocation import allocate as allocate
 from flysurgery.surgery.allocation import check_budget as check_budget
+from flysurgery.surgery.allocation import named_candidates as named_candidates
 from flysurgery.surgery.allocation import prepare as prepare
 from flysurgery.surgery.apply import apply as apply
 from flysurgery.surgery.apply import check_calibration as check_calibration
@@ -13,7 +14,6 @@ from flysurgery.surgery.apply import install as install
 from flysurgery.surgery.apply import sample_shape as sample_shape
 from flysurgery.surgery.base import ENTRY_POINT as ENTRY_POINT
 from flysurgery.surgery.base import find_base as find_base
-from flysurgery.surgery.candidates import named_candidates as named_candidates
 from flysurgery.surgery.change import STANDS_FOR as STANDS_FOR
 from flysurgery.surgery.change import is_optimized as is_optimized
 from flysurgery.surgery.change import plan_of as plan_of
