@@ -13,7 +13,12 @@ from flysurgery.surgery.apply import densify as densify
 from flysurgery.surgery.apply import install as install
 from flysurgery.surgery.apply import sample_shape as sample_shape
 from flysurgery.surgery.base import ENTRY_POINT as ENTRY_POINT
+from flysurgery.surgery.base import QUANT_METHOD as QUANT_METHOD
+from flysurgery.surgery.base import classes_of as classes_of
 from flysurgery.surgery.base import find_base as find_base
+from flysurgery.surgery.base import is_of_transformers as is_of_transformers
+from flysurgery.surgery.base import quantization_entry as quantization_entry
+from flysurgery.surgery.base import transformers_arguments as transformers_arguments
 from flysurgery.surgery.change import STANDS_FOR as STANDS_FOR
 from flysurgery.surgery.change import is_optimized as is_optimized
 from flysurgery.surgery.change import plan_of as plan_of
@@ -40,8 +45,3 @@ from flysurgery.surgery.tables import changes_table as changes_table
 from flysurgery.surgery.tables import grouped as grouped
 from flysurgery.surgery.tables import layer_table as layer_table
 from flysurgery.surgery.tables import text_table as text_table
-from flysurgery.surgery.transformers_models import QUANT_METHOD as QUANT_METHOD
-from flysurgery.surgery.transformers_models import classes_of as classes_of
-from flysurgery.surgery.transformers_models import is_of_transformers as is_of_transformers
-from flysurgery.surgery.transformers_models import quantization_entry as quantization_entry
-from flysurgery.surgery.transformers_models import transformers_arguments as transformers_arguments

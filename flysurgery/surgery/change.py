@@ -11,9 +11,8 @@ from torch import nn
 
 from flysurgery.errors import SurgeryError
 from flysurgery.layers import ButterflyLinear, SplitLinear
-from flysurgery.surgery.base import ENTRY_POINT, is_of_timm
+from flysurgery.surgery.base import ENTRY_POINT, is_of_timm, is_of_transformers, quantization_entry
 from flysurgery.surgery.plan import Plan
-from flysurgery.surgery.transformers_models import is_of_transformers, quantization_entry
 from flysurgery.walker import SeparateAttention, Switch, separated
 
 PLAN = "_flysurgery_plan"
