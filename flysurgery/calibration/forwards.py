@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from flysurgery.calibration.samples import Samples
 from flysurgery.errors import DataError, SurgeryError, first_line
@@ -104,7 +103,9 @@ def watched(model: nn.Module, layers: Iterable[str], seen: Callable[[str], None]
         found[fqn].add(x.movedim(1, -1) if isinstance(module, nn.Conv2d) else x)
         seen(fqn)
 
-    with _removed([module.register_forward_pre_hook(partial(hook, fqn)) for fqn, module in modules.items()]):
+    with ExitStack() as hooks:
+        for fqn, module in modules.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(hook, fqn)))
         yield found
     for fqn, moments in found.items():
         if not moments.rows:
@@ -137,8 +138,9 @@ def sensitivities(model: nn.Module, layers: Sequence[str], batches: Iterable[Ten
         if output.requires_grad:
             output.register_hook(partial(add, fqn))
 
-    handles = [model.get_submodule(fqn).register_forward_hook(partial(hook, fqn)) for fqn in layers]
-    with _removed(handles), unchanged_state(model), torch.enable_grad():
+    with ExitStack() as hooks, unchanged_state(model), torch.enable_grad():
+        for fqn in layers:
+            hooks.enter_context(model.get_submodule(fqn).register_forward_hook(partial(hook, fqn)))
         for batch in batches:
             x = _as_input(batch, model).detach().requires_grad_()
             output = main_output(run(model, x))
@@ -170,13 +172,3 @@ def run(model: nn.Module, batch: Tensor) -> object:
 def _as_input(batch: Tensor, model: nn.Module) -> Tensor:
     parameter = next(model.parameters())
     return batch.to(parameter.device, parameter.dtype)
-
-
-@contextmanager
-def _removed(handles: Sequence[RemovableHandle]) -> Iterator[None]:
-    """Remove the hooks at the end."""
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

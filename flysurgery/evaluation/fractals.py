@@ -142,7 +142,7 @@ class Fractals(Dataset[Any]):
             place = torch.addcmul(torch.addcmul(shift, by_x, x), by_y, y).clamp_(-9, 9)
             path.append(place)
         x, y = torch.stack(path[BURN_IN:], dim=1)
-        u, v = _in_frame(x, y, _frame(x[0], y[0], drawn[:, MAPS * 12 :]))
+        u, v = _in_frame(x, y, drawn[:, MAPS * 12 :])
         column, row = ((u + 1) * (width / 2)).floor().long(), ((v + 1) * (height / 2)).floor().long()
         inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
         pixel = (chosen[BURN_IN:] * height + row.clamp(0, height - 1)) * width + column.clamp(0, width - 1)
@@ -169,20 +169,15 @@ def _systems(classes: int) -> tuple[Tensor, Tensor]:
     return maps, shares
 
 
-def _frame(x: Tensor, y: Tensor, drawn: Tensor) -> tuple[Tensor, ...]:
-    """Choose a picture's frame: the middle of its attractor, and a turn and a shift, scaled to half pictures."""
-    middle = x.mean(1, keepdim=True), y.mean(1, keepdim=True)
-    extent = ((x - middle[0]).square().mean(1, keepdim=True) + (y - middle[1]).square().mean(1, keepdim=True)).sqrt() + 1e-3
+def _in_frame(x: Tensor, y: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:  # shapes: (steps, batch, walkers)
+    """Put places into a picture's frame: about the middle of its attractor, turned and shifted, scaled to half pictures."""
+    x, y = x - x[0].mean(1, keepdim=True), y - y[0].mean(1, keepdim=True)
+    extent = (x[0].square().mean(1, keepdim=True) + y[0].square().mean(1, keepdim=True)).sqrt() + 1e-3
     random = 2 * drawn[:, :4] - 1
     scale = math.sqrt(2) / SPREAD * (1 + GROWTH * random[:, 0:1]) / extent
     angle = TURN * random[:, 1:2]
-    return *middle, scale * angle.cos(), scale * angle.sin(), SHIFT * random[:, 2:3], SHIFT * random[:, 3:4]
-
-
-def _in_frame(x: Tensor, y: Tensor, frame: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    middle_x, middle_y, cos, sin, right, down = frame
-    x, y = x - middle_x, y - middle_y
-    return cos * x - sin * y + right, sin * x + cos * y + down
+    cos, sin = scale * angle.cos(), scale * angle.sin()
+    return cos * x - sin * y + SHIFT * random[:, 2:3], sin * x + cos * y + SHIFT * random[:, 3:4]
 
 
 def _paint(counts: Tensor, drawn: Tensor, channels: int) -> Tensor:  # shape: (batch, channels, height, width)

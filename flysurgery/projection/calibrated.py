@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import ProjectionError
-from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture
 from flysurgery.projection.block_cycling import Fitted, cycle_together
 from flysurgery.projection.metric import Metric
-from flysurgery.projection.project import checked_matrix, project
-from flysurgery.projection.report import Projection, as_projection
+from flysurgery.projection.project import Projection, as_projection, checked_matrix, product_of, project
 from flysurgery.projection.two_factor import two_factor
 
 
@@ -81,5 +79,5 @@ def calibrated_projection(
 def _shift(weight: Tensor, projection: Projection, metric: Metric) -> Tensor | None:
     if metric.mean is None:
         return None
-    product = factors_to_dense([factor.detach().to("cpu", torch.float64) for factor in projection.factors])
+    product = product_of(projection)
     return (weight.detach().to(product) - product) @ metric.mean.cpu()

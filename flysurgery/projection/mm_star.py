@@ -10,8 +10,7 @@ from torch import Tensor
 from flysurgery.errors import OptionError, PatternError, ProjectionError
 from flysurgery.patterns import Architecture
 from flysurgery.projection.hierarchical import of_equal_magnitude
-from flysurgery.projection.project import checked_matrix
-from flysurgery.projection.report import Projection, as_projection
+from flysurgery.projection.project import Projection, as_projection, checked_matrix
 
 SWEEPS = 10
 """They bring random products of up to 1024x1024 to relative errors of about 1e-10 and less, from 1e-6 at the start."""

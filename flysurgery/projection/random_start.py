@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.patterns import Architecture
-from flysurgery.projection.project import checked_matrix
-from flysurgery.projection.report import Projection, as_projection
+from flysurgery.projection.project import Projection, as_projection, checked_matrix
 
 
 def draw(

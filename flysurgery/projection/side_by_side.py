@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.patterns import Architecture
-from flysurgery.projection.block_cycling import SWEEPS, Fitted, cycle_together
-from flysurgery.projection.low_rank import low_ranks
+from flysurgery.projection.block_cycling import SWEEPS, Fitted, cycle_together, low_ranks
 from flysurgery.projection.workers import workers
 
 T = TypeVar("T")

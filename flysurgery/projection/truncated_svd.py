@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flysurgery.projection.eigenvectors import leading_eigenvectors, one_thread
+from flysurgery.projection.workers import every_core
 
 SMALLEST_TRUSTED_RATIO = 1e-3
 """A Gram matrix squares the singular values: with ``s_r >= 1e-3 * s_1`` the relative error stays near 1e-13 in float64."""
@@ -27,7 +30,7 @@ def truncated_svd(
     left, values, right = _leading_triples(scaled, kept)
     doubtful = ~(values[:, -1] > SMALLEST_TRUSTED_RATIO * values[:, 0])  # blocks of zeros too
     if doubtful.any():
-        with one_thread():
+        with _one_thread():
             U, S, Vh = torch.linalg.svd(scaled[doubtful], full_matrices=False)
         left[doubtful], values[doubtful], right[doubtful] = U[..., :kept], S[:, :kept], Vh[:, :kept]
     missing = rank - kept
@@ -53,7 +56,40 @@ def _leading_triples(blocks: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor]
     if blocks.shape[1] < blocks.shape[2]:
         right, values, left = _leading_triples(blocks.mH, kept)
         return left.mH.resolve_conj(), values, right.mH.resolve_conj()
-    V = leading_eigenvectors(blocks.mH @ blocks, kept)
+    V = _leading_eigenvectors(blocks.mH @ blocks, kept)
     left = blocks @ V
     values = torch.linalg.vector_norm(left, dim=1)
     return left / values.where(values > 0, 1.0)[:, None], values, V.mH.resolve_conj()
+
+
+def _leading_eigenvectors(
+    matrices: Tensor,  # shape: (count, n, n), float64 and symmetric, or complex128 and Hermitian
+    kept: int,
+) -> Tensor:  # shape: (count, n, kept), those of the largest eigenvalues first
+    """Compute orthonormal eigenvectors of the ``kept`` largest eigenvalues of every matrix.
+
+    PyTorch solves the matrices of a batch one after the other, on a GPU too. So those on a GPU are shared out to all cores of the host.
+    """
+    if matrices.is_cuda:
+        pool, cores = every_core()
+        shares = matrices.cpu().chunk(cores)
+        found = pool.map(_eigenvectors, shares, [kept] * len(shares))
+        return torch.cat(list(found)).to(matrices.device)
+    with _one_thread():
+        return _eigenvectors(matrices, kept)
+
+
+def _eigenvectors(matrices: Tensor, kept: int) -> Tensor:
+    _, vectors = torch.linalg.eigh(matrices)  # ascending
+    return vectors[..., matrices.shape[-1] - kept :].flip(-1)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """LAPACK gains next to nothing from threads on blocks this small, and waits for them a hundred times as long on busy cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

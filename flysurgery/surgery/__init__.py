@@ -5,6 +5,7 @@ from flysurgery.surgery.allocation import Allocation as Allocation
 from flysurgery.surgery.allocation import Picks as Picks
 from flysurgery.surgery.allocation import allocate as allocate
 from flysurgery.surgery.allocation import check_budget as check_budget
+from flysurgery.surgery.allocation import named_candidates as named_candidates
 from flysurgery.surgery.allocation import prepare as prepare
 from flysurgery.surgery.apply import apply as apply
 from flysurgery.surgery.apply import check_calibration as check_calibration
@@ -12,8 +13,12 @@ from flysurgery.surgery.apply import densify as densify
 from flysurgery.surgery.apply import install as install
 from flysurgery.surgery.apply import sample_shape as sample_shape
 from flysurgery.surgery.base import ENTRY_POINT as ENTRY_POINT
+from flysurgery.surgery.base import QUANT_METHOD as QUANT_METHOD
+from flysurgery.surgery.base import classes_of as classes_of
 from flysurgery.surgery.base import find_base as find_base
-from flysurgery.surgery.candidates import named_candidates as named_candidates
+from flysurgery.surgery.base import is_of_transformers as is_of_transformers
+from flysurgery.surgery.base import quantization_entry as quantization_entry
+from flysurgery.surgery.base import transformers_arguments as transformers_arguments
 from flysurgery.surgery.change import STANDS_FOR as STANDS_FOR
 from flysurgery.surgery.change import is_optimized as is_optimized
 from flysurgery.surgery.change import plan_of as plan_of
@@ -40,8 +45,3 @@ from flysurgery.surgery.tables import changes_table as changes_table
 from flysurgery.surgery.tables import grouped as grouped
 from flysurgery.surgery.tables import layer_table as layer_table
 from flysurgery.surgery.tables import text_table as text_table
-from flysurgery.surgery.transformers_models import QUANT_METHOD as QUANT_METHOD
-from flysurgery.surgery.transformers_models import classes_of as classes_of
-from flysurgery.surgery.transformers_models import is_of_transformers as is_of_transformers
-from flysurgery.surgery.transformers_models import quantization_entry as quantization_entry
-from flysurgery.surgery.transformers_models import transformers_arguments as transformers_arguments

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -11,9 +11,9 @@ from typing import TypeAlias
 from torch import nn
 
 from flysurgery.calibration import Data
-from flysurgery.errors import OptionError, PlanError
+from flysurgery.errors import OptionError, PatternError, PlanError
+from flysurgery.patterns import Architecture, gonon, low_rank, monarch
 from flysurgery.surgery.apply import check_calibration
-from flysurgery.surgery.candidates import named_candidates
 from flysurgery.surgery.check import check_plan, check_weights
 from flysurgery.surgery.choices import Point, TimedGroup, Tradeoff
 from flysurgery.surgery.lagrangian import cost_of, hull_points, least_error
@@ -26,6 +26,7 @@ PLACEHOLDER = "lowrank"
 
 DENSE = "dense"
 CURVE_POINTS = 12
+NBLOCKS = (2, 4, 8, 16)
 
 Picks: TypeAlias = tuple[Option, ...]
 """The option of each unit."""
@@ -183,6 +184,33 @@ class Allocation:
     def _point(self, picks: Picks) -> Point:
         cost = cost_of(picks)
         return Point(cost, cost / self.whole, sum((option.loss for option in picks), NO_ERROR).relative)
+
+
+def named_candidates(out_features: int, in_features: int) -> dict[str, Architecture]:
+    """Monarch of 2, 4, 8 and 16 blocks and gonon where they fit, then low rank with at most as many weights as each; all below dense.
+
+    The names say what is alike in matrices of different sizes, such as "monarch 4" and "low rank as monarch 4".
+    """
+    found: dict[str, Architecture] = {}
+
+    def add(name: str, make: Callable[..., Architecture], *options: int) -> None:
+        try:
+            architecture = make(out_features, in_features, *options)
+        except PatternError:
+            return
+        if architecture.density < 1:
+            found[name] = architecture
+
+    for nblocks in NBLOCKS:
+        add(f"monarch {nblocks}", monarch, nblocks)
+    add("gonon", gonon)
+    if not found:  # a matrix whose sides have no common divisor can still be of low rank
+        add("low rank", low_rank)
+    for name, architecture in tuple(found.items()):
+        rank = architecture.num_parameters // (out_features + in_features)
+        if rank and name != "low rank":
+            add(f"low rank as {name}", low_rank, rank)
+    return found
 
 
 def _units(layer: LayerPlan) -> list[Unit]:

@@ -11,9 +11,8 @@ from torch import nn
 
 from flysurgery.errors import SurgeryError
 from flysurgery.layers import ButterflyLinear, SplitLinear
-from flysurgery.surgery.base import ENTRY_POINT, is_of_timm
+from flysurgery.surgery.base import ENTRY_POINT, is_of_timm, is_of_transformers, quantization_entry
 from flysurgery.surgery.plan import Plan
-from flysurgery.surgery.transformers_models import is_of_transformers, quantization_entry
 from flysurgery.walker import SeparateAttention, Switch, separated
 
 PLAN = "_flysurgery_plan"
@@ -57,16 +56,13 @@ def refuse_optimized(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         made = f"; build it first, as with timm.create_model('{model}')" if isinstance(model, str) else ""
         raise SurgeryError(f"expected a torch.nn.Module, got {type(model).__name__}{made}")
-    adapter = next((name for name, module in model.named_modules() if _is_of_peft(module)), None)
+    classes = ((name, kind) for name, module in model.named_modules() for kind in type(module).__mro__)
+    adapter = next((name for name, kind in classes if kind.__module__.startswith("peft.")), None)
     if adapter is not None:
         where = f"around {adapter}" if adapter else "around the model"
         raise SurgeryError(f"the model has adapters of peft ({where}); convert it first, or merge them: model.merge_and_unload()")
     if is_optimized(model):
         raise SurgeryError("the model is optimized for inference; put its own layers back first, with flysurgery.restore(model)")
-
-
-def _is_of_peft(module: nn.Module) -> bool:
-    return any(each.__module__.startswith("peft.") for each in type(module).__mro__)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from flysurgery.errors import PlanError, ProjectionError, SurgeryError, first_li
 from flysurgery.surgery.build import Dense
 from flysurgery.surgery.change import refuse_converted
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Plan
-from flysurgery.walker import CONVOLUTIONS, Switch, has_own_forward, is_plain_pointwise, modules_with_separated
+from flysurgery.walker import CONVOLUTIONS, Switch, has_own_forward, is_hooked, is_plain_pointwise, modules_with_separated
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -93,7 +93,7 @@ def check_runs(plan: Plan, model: nn.Module) -> None:
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
     with ExitStack() as hooks:
         for module in modules.values():
-            hooks.callback(module.register_forward_hook(note).remove)
+            hooks.enter_context(module.register_forward_hook(note))
         try:
             with torch.no_grad(), torch.random.fork_rng(devices), unchanged_state(model):
                 model(*inputs)
@@ -142,7 +142,7 @@ def _checked_dense(layer: LayerPlan, module: nn.Module) -> Dense:
         raise PlanError(f"{where}: it is a {type(module).__name__} with a forward of its own, which factors would not repeat")
     if is_parametrized(module):
         raise PlanError(f"{where}: its weight is parametrized; remove the parametrization first")
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if is_hooked(module):
         raise PlanError(f"{where}: it has hooks, which a new module would lose; remove them first")
     shape = tuple(module.weight.shape[:2])
     if shape != (layer.out_features, layer.in_features):

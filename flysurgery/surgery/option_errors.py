@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from flysurgery.calibration import Data, collect, samples_of, sensitivities, watched
 from flysurgery.errors import DataError
 from flysurgery.patterns import Architecture, family_of
-from flysurgery.projection import Fitted, Metric, Moments, OutputError, metric_of, output_error, project, workers
+from flysurgery.projection import Fitted, Metric, Moments, OutputError, metric_of, output_error, product_of, project, workers
 from flysurgery.surgery.build import Dense, matrix_of
 from flysurgery.surgery.change import changing
 from flysurgery.surgery.plan import LayerPlan, Part, Plan, Reason
-from flysurgery.surgery.projecting import NO_ERROR, Progress, fit_products, naming, product_of
+from flysurgery.surgery.projecting import NO_ERROR, Progress, fit_products, naming
 
 LEAST_SAMPLES = 3
 

@@ -175,15 +175,16 @@ def plan(
     inputs = positional(model, example_input(model) if example is None else example)
     targets = walk(model, inputs) if targets is None else targets
     wanted = _default_roles(targets) if roles is None else roles
-    chosen = {target.fqn for target in select(targets, roles=wanted, include=include, exclude=exclude, blocks=blocks, min_size=min_size)}
+    selected = select(targets, roles=wanted, include=include, exclude=exclude, blocks=blocks, min_size=min_size)
+    chosen = {target.fqn for target in selected}
     samples = samples_of(inputs)
     layers = tuple(_plan_layer(target, rules, samples, selected=target.fqn in chosen, convs=convs) for target in targets)
-    selected = [layer for layer in layers if layer.fqn in chosen]
+    of_selected = [layer for layer in layers if layer.fqn in chosen]
     if include is not None and rule.architectures:
-        _check_patterns_fit(selected)
+        _check_patterns_fit(of_selected, selected, rules)
     rules.check_met()
-    _check_patterns_match(rule, [target for target in targets if target.fqn in chosen])
-    _check_not_empty(selected)
+    _check_patterns_match(rule, selected)
+    _check_not_empty(of_selected)
     replaced = {layer.fqn for layer in layers if layer.is_replaced}
     switches = tuple(dict.fromkeys(switch for target in targets if target.fqn in replaced for switch in target.switches))
     return Plan(layers, switches, name, arguments, _describe(inputs))
@@ -242,10 +243,12 @@ def _parts(target: Target, rules: Rules) -> tuple[Part, ...] | Reason:
     return reasons[0]  # what is said of parts goes before the whole
 
 
-def _check_patterns_fit(layers: Sequence[LayerPlan]) -> None:
-    for layer in layers:
+def _check_patterns_fit(layers: Sequence[LayerPlan], targets: Sequence[Target], rules: Rules) -> None:
+    for layer, target in zip(layers, targets, strict=True):
         if layer.reason is not None and layer.reason.code == "no-pattern":
-            raise PatternError(f"the given patterns do not fit the included layer {layer.fqn}: {layer.reason.text}")
+            applied = rules.of(target, next(iter(target.split or ()), None))  # the reason is that of the first part
+            what = "the given patterns do" if applied is rules.usual else f"the {applied.arch} of per_layer does"
+            raise PatternError(f"{what} not fit the included layer {layer.fqn}: {layer.reason.text}")
 
 
 def _check_patterns_match(rule: Rule, targets: Sequence[Target]) -> None:

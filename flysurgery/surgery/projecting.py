@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from flysurgery.calibration import Inputs, Samples, inputs_of
 from flysurgery.errors import ProjectionError
-from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture
 from flysurgery.projection import (
     FitProblem,
@@ -28,6 +27,7 @@ from flysurgery.projection import (
     fit_side_by_side,
     metric_of,
     output_error,
+    product_of,
     project,
     random_start,
     workers,
@@ -177,11 +177,6 @@ def naming(fqn: str) -> Iterator[None]:
         yield
     except ProjectionError as error:
         raise ProjectionError(f"layer {fqn}: {error}") from error
-
-
-def product_of(projection: Projection) -> Tensor:
-    """The product of the factors; shape (out_features, in_features), float64, on the CPU."""
-    return factors_to_dense([factor.detach().to("cpu", torch.float64) for factor in projection.factors])
 
 
 def _projected(parts: Sequence[tuple[LayerPlan, Part]], dense: Mapping[str, Dense], seed: int | None) -> Iterator[tuple[int, PartFit]]:

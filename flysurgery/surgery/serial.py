@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -13,6 +13,8 @@ from flysurgery.errors import PlanError
 from flysurgery.patterns import Architecture
 
 T = TypeVar("T")
+
+_hints = cache(get_type_hints)
 
 JSON_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number", bool: "true or false", NoneType: "null"}
 
@@ -61,11 +63,6 @@ def from_json(kind: type[T], data: object, where: str) -> T:
     if unknown is not None:
         raise PlanError(f"{where} has an unknown entry {shown(unknown)}")
     return kind(**values)
-
-
-@lru_cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def shown(value: object) -> str:

@@ -225,7 +225,8 @@ def trace(double: nn.Module, example: tuple[Any, ...]) -> Trace:
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     parameters = {placeholders[name]: fqn for name, fqn in signature.inputs_to_parameters.items()}
     inputs = frozenset(placeholders[name] for name in signature.user_inputs if isinstance(name, str) and name in placeholders)
-    return Trace(graph, parameters, inputs, _batch(example))
+    first = first_tensor(example)
+    return Trace(graph, parameters, inputs, None if first is None or first.ndim < 2 else first.shape[0])
 
 
 def run_fake(double: nn.Module, example: tuple[Any, ...]) -> Any:
@@ -253,11 +254,6 @@ def _forget_sources(mode: FakeTensorMode) -> None:
     converter.describer.lookup_tensor.clear()
     converter.tensor_memo.clear()
     getattr(proxy_tensor, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()
-
-
-def _batch(example: tuple[Any, ...]) -> int | None:
-    first = first_tensor(example)
-    return None if first is None or first.ndim < 2 else first.shape[0]
 
 
 def first_tensor(example: tuple[Any, ...]) -> Tensor | None:

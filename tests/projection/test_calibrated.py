@@ -27,8 +27,7 @@ from flysurgery.projection import (
     side_by_side,
 )
 from flysurgery.projection import moments as moments_module
-from flysurgery.projection.block_cycling import cycle_together
-from flysurgery.projection.low_rank import low_ranks
+from flysurgery.projection.block_cycling import cycle_together, low_ranks
 from flysurgery.projection.two_factor import two_factor
 from tests.patterns.strategies import pairs
 from tests.projection.oracle import EXACT, best_error, dense_product, error_of, random_gram, random_matrix, random_product

@@ -207,6 +207,8 @@ def test_explicit_patterns_go_where_they_fit(vit: nn.Module) -> None:
     assert [(part.name, str(part.architecture)) for part in layers(plan(vit, patterns=whole))["blocks.0.attn.qkv"].parts] == [(None, whole)]
     with pytest.raises(PatternError, match=r"blocks.0.mlp.fc2: the matrix is 64x256.*is 256x64"):
         plan(vit, patterns=monarch(256, 64), include="mlp")
+    with pytest.raises(PatternError, match=r"the dyadic of per_layer does not fit the included layer blocks.0.mlp.fc1: .*256x64"):
+        plan(vit, patterns=monarch(64, 256), include="mlp", per_layer={"fc1": "dyadic"})
     sizes = "describe a 100x64 matrix, and the selected layers and their parts are 64x64, 64x256, 192x64, 256x64"
     with pytest.raises(SelectionError, match=sizes):
         plan(vit, patterns=[monarch(256, 64), monarch(100, 64)])
