@@ -278,7 +278,8 @@ def finetune_rows(place: Place, *, model: str, way: str, arch: str, batch_size: 
     learner = dense_copy(teacher)
     if arch != "dense":
         surgery.apply(surgery.plan(learner, arch), learner)
-    settings = Settings(epochs=1, batch_size=batch_size, images_per_epoch=batch_size * updates, precision="bf16", cpu=not place.on_cuda)
+    how: dict[str, Any] = {"precision": "bf16"} if place.on_cuda else {"precision": "no", "cpu": True}
+    settings = Settings(epochs=1, batch_size=batch_size, images_per_epoch=batch_size * updates, **how)
     changes = [mock.patch.object(Settings, "pays_fusing", return_value=way == FINETUNED[2])]
     if way == FINETUNED[0]:
         changes.append(mock.patch("flysurgery.finetune.step._can_be_captured", return_value=False))
