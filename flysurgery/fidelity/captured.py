@@ -17,8 +17,9 @@ WARM_UP = 3
 class Captured:
     """Calls ``once``, which makes an update from the tensors of its batch; after ``WARM_UP`` calls it replays a graph of it.
 
-    ``once`` is the same in each call. It gives one tensor, reads nothing from the device, and writes to ``written`` in place. It is not
-    kept here: who keeps both would hold himself, and his graph would go at any time, even while another one is captured, which then fails.
+    ``once`` is the same in each call. It gives one tensor, reads nothing from the device, and writes to ``written`` in place. It comes with
+    each call and is not kept: a cycle of references would leave the graph to the garbage collector, which may run while another graph is
+    captured, and that capture would fail.
     Batches of other shapes run as they come, and so do all where PyTorch cannot capture ``once``. What is captured reads and writes the
     tensors of then: after any of them was replaced, as a loaded state replaces those of an optimizer, call ``forget``.
     """
