@@ -6,7 +6,6 @@ import importlib
 import math
 import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -17,9 +16,6 @@ from flysurgery.errors import OptionError
 
 WINDOW_SECONDS = 1.0
 """The shortest window, unless ``--window`` says otherwise: the counter moves in steps of up to a tenth of a second."""
-
-WINDOWS = 3
-"""Windows of one candidate, of which the median counts."""
 
 STUCK_SECONDS = 5.0
 """A counter that stands still for so long under load does not count."""
@@ -72,12 +68,9 @@ class EnergyMeter:
         """
         inputs = rotating(x)
         work, _ = all_calls(run, inputs, "graph", None)
-        spent = []
-        for _ in range(WINDOWS):
-            busy = Busy(work)
-            watts = self.watts(busy.go_on, self.seconds)
-            spent.append(watts * busy.work_ms() / len(inputs) / 1e3)
-        return median(spent)
+        busy = Busy(work)
+        watts = self.watts(busy.go_on, self.seconds)
+        return watts * busy.work_ms() / len(inputs) / 1e3
 
     def watts(self, meanwhile: Callable[[], object], seconds: float) -> float:
         """The mean power between two steps of the counter at least ``seconds`` apart.

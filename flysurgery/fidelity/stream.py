@@ -117,8 +117,12 @@ def relative_error(given: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tenso
 
     The scale is in float32, so that the caller chooses when small numbers are rounded.
     """
-    rows = wanted.flatten(0, -2).float()
-    spread = (rows.var(0, correction=0).sum() * len(rows)).clamp_min(1e-12)
-    difference = given - wanted
-    norm = torch.linalg.vector_norm(difference, dtype=torch.promote_types(difference.dtype, torch.float32))
-    return norm.square() / spread, difference, 2 / spread
+    rows, difference = wanted.flatten(0, -2), given - wanted
+    of_squares, of_error = (torch.linalg.vector_norm(each, dtype=_wide(each)).square() for each in (rows, difference))
+    means = rows.mean(0, dtype=_wide(rows))
+    spread = (of_squares - len(rows) * means.square().sum()).float().clamp_min(1e-12)
+    return of_error / spread, difference, 2 / spread
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
