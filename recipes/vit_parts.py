@@ -271,15 +271,15 @@ FINETUNED = ("one by one", "captured", "fused and captured")
 """How finetune's updates run: launch by launch, as one CUDA graph, and as one with fused modules in model and teacher."""
 
 
-def finetune_rows(place: Place, *, model: str, way: str, arch: str, batch_size: int, updates: int) -> list[Record]:
+def finetune_rows(place: Place, *, model: str, way: str, arch: str, batch_size: int, updates: int, seed: int) -> list[Record]:
     """The speed of ``finetune`` with a dense teacher, on generated images, as ``train`` runs it but for what ``way`` says."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     teacher = timm.create_model(model, num_classes=100)
     learner = dense_copy(teacher)
     if arch != "dense":
         surgery.apply(surgery.plan(learner, arch), learner)
     how: dict[str, Any] = {"precision": "bf16"} if place.on_cuda else {"precision": "no", "cpu": True}
-    settings = Settings(epochs=1, batch_size=batch_size, images_per_epoch=batch_size * updates, **how)
+    settings = Settings(epochs=1, batch_size=batch_size, images_per_epoch=batch_size * updates, seed=seed, **how)
     changes = [mock.patch.object(Settings, "pays_fusing", return_value=way == FINETUNED[2])]
     if way == FINETUNED[0]:
         changes.append(mock.patch("flysurgery.finetune.step._can_be_captured", return_value=False))

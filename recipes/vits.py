@@ -125,6 +125,7 @@ TABLES = {
             "arch": ("dense", "gonon", "monarch"),
             "batch_size": (128,),
             "updates": (150,),
+            "seed": (0,),
         },
         rows=finetune_rows,
         quick={"model": (VIT_S,), "way": FINETUNED[:1], "arch": ("monarch",), "batch_size": (2,), "updates": (2,)},
