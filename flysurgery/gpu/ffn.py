@@ -99,8 +99,12 @@ def run_ffn(
     activation: str,
     scale: Tensor | None,
     residual: bool,
+    *,
+    trains: bool = False,
 ) -> Tensor:  # shape: (rows, out_features)
     """Find the kernel and the packed weights, and run them on the current stream.
+
+    With ``trains`` a CUDA graph that is captured packs weights that require gradients in each replay.
 
     Raises:
         BackendError: the kernel cannot run this; ``ffn_obstacle`` tells beforehand.
@@ -119,5 +123,5 @@ def run_ffn(
         return (pack_ffn(kernel.tile, factors, (up_bias, down_bias), affine, scale, x.dtype),)
 
     token = ("ffn", kernel, x.dtype, *[part is not None for part in parts])
-    (image,), early = derived_for_launch(token, present(*ups, *downs, *parts), make)
+    (image,), early = derived_for_launch(token, present(*ups, *downs, *parts), make, inference=not trains)
     return kernel.run(readable(x), image, eps, early=early)

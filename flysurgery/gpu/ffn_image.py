@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -133,13 +134,42 @@ def pack_ffn(
     if weight is not None:
         first = first * weight.view(tile.factors[0].a, 1, tile.factors[0].c, 1)
     out_bias = torch.zeros(tile.factors[3].out_features, device=device) if biases[1] is None else biases[1].detach().float()
+    ends = [hidden_bias / HIDDEN_UNIT, out_bias / OUT_UNIT, *([] if scale is None else [scale.detach().float() * OUT_UNIT])]
+    halves = torch.cat([value.reshape(-1) for value in (first, second, third, last)]).to(half).view(torch.int16)
+    values = torch.cat([halves.new_zeros(1), halves, torch.cat(ends).view(torch.int16)])
+    return values.index_select(0, _places(tile, scale is not None, device)).view(torch.uint8)
+
+
+@lru_cache(maxsize=64)
+def _places(tile: FfnTiling, scaled: bool, device: torch.device) -> Tensor:  # shape: (halves,), int32
+    """Where each half of an image stands among the values that ``pack_ffn`` puts side by side: a zero, weights, then floats.
+
+    The panels of all factors follow in the order of use, each padded to the stride. The second factor's panels of the next piece of
+    hidden units stand before the third factor's of the present one.
+    """
     indices, (hidden_columns, out_columns) = panel_indices(tile)
-    weights = [take(value, index).to(half) for value, index in zip((first, second, third, last), indices, strict=True)]
-    middle = take(hidden_bias / HIDDEN_UNIT, hidden_columns)
-    ends = [take(out_bias / OUT_UNIT, out_columns)]
-    if scale is not None:
-        ends.append(take(scale.detach().float() * OUT_UNIT, out_columns))
-    return _sequence(tile, weights, middle, torch.cat(ends, dim=1))
+    starts = np.cumsum([1, *[math.prod(factor.factor_shape) for factor in tile.factors]]).tolist()
+    first, second, third, last = (_shifted(index, start) for index, start in zip(indices, starts, strict=False))
+    outputs = tile.factors[3].out_features
+    bias = starts[4] + 2 * tile.factors[1].out_features
+    middle = _of_floats(hidden_columns, starts[4])
+    ends = [_of_floats(out_columns, start) for start in (bias, bias + 2 * outputs)[: 1 + scaled]]
+    stride = tile.stride // 2
+    up = with_floats(second, middle, stride)
+    down = padded(third, stride).view(len(up), -1, stride)
+    panels = [padded(first, stride), in_turns(up, down), with_floats(last, torch.cat(ends, dim=1), stride).flatten(0, 1)]
+    return torch.cat([panel.flatten() for panel in panels]).int().to(device)
+
+
+def _shifted(index: np.ndarray, start: int) -> Tensor:
+    """Places ``index`` behind ``start``; 0 where the index is -1."""
+    return torch.from_numpy(np.where(index < 0, 0, index + start)).long()
+
+
+def _of_floats(index: np.ndarray, start: int) -> Tensor:  # shapes: (panels, columns) -> (panels, 2 * columns)
+    """The places of both halves of floats, of which the first begins at ``start``; 0 where the index is -1."""
+    pairs = np.stack([2 * index, 2 * index + 1], axis=-1).reshape(len(index), -1)
+    return _shifted(np.where(pairs < 0, -1, pairs), start)
 
 
 def take(values: Tensor, index: np.ndarray) -> Tensor:
@@ -148,28 +178,15 @@ def take(values: Tensor, index: np.ndarray) -> Tensor:
     return flat[torch.from_numpy(index).to(values.device, torch.int64)]  # -1 takes the zero at the end
 
 
-def _sequence(tile: FfnTiling, weights: list[Tensor], middle: Tensor, ends: Tensor) -> Tensor:
-    """Panels of all factors in the order of use, each padded to the stride.
-
-    The second factor's panels of the next piece of hidden units stand before the third factor's of the present one.
-    """
-    first, second, third, last = (value.view(torch.uint8) for value in weights)
-    up = with_floats(tile, second, middle)
-    down = padded(third, tile.stride).view(len(up), -1, tile.stride)
-    panels = [padded(first, tile.stride), in_turns(up, down), with_floats(tile, last, ends).flatten(0, 1)]
-    return torch.cat([value.flatten() for value in panels])
-
-
 def in_turns(up: Tensor, down: Tensor) -> Tensor:  # shapes: (pieces, panels of a piece, stride), the same of other panels
     """First the first piece's panels of ``up``; then, in turns, the next piece's panels of ``up`` and the present piece's of ``down``."""
     return torch.cat([up[0], torch.cat([up[1:], down[:-1]], dim=1).flatten(0, 1), down[-1]])
 
 
-def with_floats(tile: FfnTiling, weights: Tensor, floats: Tensor) -> Tensor:  # shape: (products, parts, stride)
-    """Panels of products, each with the product's float32 values behind its weights."""
+def with_floats(weights: Tensor, floats: Tensor, stride: int) -> Tensor:  # shape: (products, parts, stride)
+    """Panels of products, each with the product's floats behind its weights, in the units of the stride."""
     weights = weights.view(len(floats), -1, weights.shape[1])
-    repeated = floats.view(torch.uint8)[:, None].expand(-1, weights.shape[1], -1)
-    return padded(torch.cat([weights, repeated], dim=2), tile.stride)
+    return padded(torch.cat([weights, floats[:, None].expand(-1, weights.shape[1], -1)], dim=2), stride)
 
 
 def padded(panels: Tensor, stride: int) -> Tensor:
@@ -215,11 +232,11 @@ def pack_float_ffn(
         for factor, exponent, index in zip((first, second, third, last), made, indices, strict=True)
     ]
     ends = [take(part.detach().float(), out_columns) for part in (out_bias, scale) if part is not None]
-    down = with_floats(tile, weights[2], take(hidden_bias.float(), hidden_columns))
+    down = with_floats(weights[2], take(hidden_bias.float(), hidden_columns).view(torch.uint8), tile.stride)
     panels = [
         padded(weights[0], tile.stride),
         in_turns(padded(weights[1], tile.stride).view(len(down), -1, tile.stride), down),
-        with_floats(tile, weights[3], torch.cat(ends, dim=1)),
+        with_floats(weights[3], torch.cat(ends, dim=1).view(torch.uint8), tile.stride),
     ]
     return torch.cat([padded(header.view(torch.uint8), HEADER_BYTES), *(value.flatten() for value in panels)])
 

@@ -1,7 +1,8 @@
 """Fused operations with gradients: what stands between two attentions, forward and backward, in dense products and few other launches.
 
-The forward pass keeps an operation's input alone. The backward pass computes norms and hidden units again: a product costs less than to
-write and to read what it gives. Factors are multiplied out, because the sum over rows of their gradients is a dense product anyway.
+The forward pass keeps an operation's input alone, so one launch may make a whole feed-forward block. The backward pass computes norms and
+hidden units again: a product costs less than to write and to read what it gives. It multiplies factors out, because the sum over rows of
+their gradients is a dense product anyway.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flysurgery.gpu.device import kernels_take
 from flysurgery.gpu.doubt import doubt_trained
+from flysurgery.gpu.ffn import run_ffn
 from flysurgery.gpu.gradients import summed
 from flysurgery.gpu.layer_norm import NormGradient, norm_gradient, present_norm
-from flysurgery.gpu.parts import Gated, Linear, Norm, present
+from flysurgery.gpu.parts import FusedFactors, Gated, Linear, Norm, present
 from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
 from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
 from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward
+from flysurgery.ops.launches import whole_reason
 from flysurgery.ops.linear_residual import LinearResidual
 from flysurgery.ops.norm_linears import NormLinears
 from flysurgery.ops.ways import Operation
@@ -127,7 +131,10 @@ def _back_linear_residual(
 
 def _feed_forward(x: Tensor, given: FeedForward) -> tuple[Tensor, list[AsDense]]:
     assert not isinstance(given.up, Gated), "training_reason says so"
-    first, last = as_dense((given.up,), None, x.dtype), as_dense((given.down,), given.scale, x.dtype)
+    up, down = given.up, given.down
+    first, last = as_dense((up,), None, x.dtype), as_dense((down,), given.scale, x.dtype)
+    if isinstance(up, FusedFactors) and isinstance(down, FusedFactors) and _has_kernel(x, given.norm, up, down):
+        return run_ffn(x, given.norm, up, down, given.activation, given.scale, given.residual, trains=True), [first, last]
     y = last(ACTIVATIONS[given.activation](first(_normed(x, given.norm))))
     return y.add_(x) if given.residual else y, [first, last]
 
@@ -147,6 +154,11 @@ def _back_feed_forward(
         dx = dx + beside
     (down,), scale = _gradients(dy, hidden, last, (given.down,), given.scale, learning, sum_of_dy)
     return dx, given._replace(norm=norm, up=up, down=down, scale=scale)
+
+
+def _has_kernel(x: Tensor, norm: Norm | None, up: FusedFactors, down: FusedFactors) -> bool:
+    """Whether one launch takes the whole block; that of float32 takes too long to pack weights anew for each batch."""
+    return kernels_take(x) and x.dtype.itemsize == 2 and whole_reason(x, norm, up, down) is None
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
