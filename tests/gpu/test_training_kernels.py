@@ -98,7 +98,9 @@ def test_gradients_beside_those_of_the_definition(name: str, dtype: torch.dtype)
         for tensor in operation.tensors:  # weights are float32, what has rows is not
             tensor.data = tensor.data.to(dtype if tensor.shape[0] == 301 else torch.float32)
     x = wide.detach().to(dtype).requires_grad_()
-    found = torch.autograd.grad(trained(x, operation), (x, *operation.tensors), dy.to(dtype))
+    y = trained(x, operation)
+    assert distance(y, operation.plainly(wide)) < 4 * ROUNDED[dtype]
+    found = torch.autograd.grad(y, (x, *operation.tensors), dy.to(dtype))
     assert max(map(distance, found, expected)) < 4 * ROUNDED[dtype]
 
 
@@ -170,6 +172,13 @@ def test_training_moves_the_weights_that_a_captured_step_reads() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
         loss = step()
-    for _ in range(40):
+    for _ in range(10):
+        graph.replay()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    graph.replay()
+    replayed = float(loss)
+    model.load_state_dict(before)
+    assert float(step()) == pytest.approx(replayed, rel=0.02), "a replay reads the weights of now"
+    for _ in range(30):
         graph.replay()
     assert float(loss) < 0.2 * first[0]
