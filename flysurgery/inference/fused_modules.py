@@ -112,23 +112,6 @@ class NormLinearStep(Step):
         return self.linear(self.norm(x))
 
 
-class LayerNormStep(Step):
-    """A single layer norm. A compiler makes its own, which it fuses with its neighbours. PyTorch 2.11's compiler does not end where an
-    operator that it does not know first appears behind many residual sums."""
-
-    def __init__(self, norm: nn.Module, eps: float) -> None:
-        super().__init__()
-        self.norm, self.eps = norm, eps
-
-    def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
-        if torch.compiler.is_compiling():
-            return "a compiler takes norms by itself"
-        return ops.LayerNorm(norm_of(self.norm, self.eps))
-
-    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
-        return self.norm.forward(x)  # its hooks are run by what replaces it
-
-
 class LinearResidualStep(Step):
     """``residual + scale * linear(x)``; called with x and the residual."""
 

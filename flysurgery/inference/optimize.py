@@ -38,10 +38,10 @@ Times = tuple[float, float]
 
 @dataclass(frozen=True)
 class OptimizeRow:
-    """One group, by the name of its last linear or convolution, of the attention module, or of the norm. Patches with the method behind
-    them have the name of the patch embedding.
+    """One group, by the name of its last linear or convolution, or of the attention module. Patches with the method behind them have the
+    name of the patch embedding.
 
-    ``group`` is "qkv", "attention", "attn_out", "ffn", "norm" or "patches"; ``status`` "fused" or "left". The milliseconds are those
+    ``group`` is "qkv", "attention", "attn_out", "ffn" or "patches"; ``status`` "fused" or "left". The milliseconds are those
     of one call, None where nothing was measured. ``launches`` says what the launches of the fused group compute; it is empty where that
     is not known.
     """
@@ -96,7 +96,7 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     """Replace groups of layers by fused modules, in place, for inference on the device and in the dtype that the model has now.
 
     The groups are found by dataflow, in a trace of the forward pass: [LN -> q, k, v]; attention itself; [its output projection -> layer
-    scale -> residual]; [LN -> FFN -> layer scale -> residual]; the patch embedding; and single norms, such as a model's last one. Layers
+    scale -> residual]; [LN -> FFN -> layer scale -> residual]; and the patch embedding. A norm outside of a group stays. Layers
     may be converted or dense. A feed-forward block may be gated (SwiGLU), by two layers or the halves of one, and may have a norm before
     its last layer. Residual sums are fused in modules that compute nothing else: a block, one half of it, or many in a row. If ``model``
     itself is one, it gets a fused forward. timm's models add position and tokens to the patches in a method; a method that is set on the

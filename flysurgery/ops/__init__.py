@@ -24,7 +24,6 @@ from flysurgery.ops.linear_residual import run_with_moments as run_with_moments
 from flysurgery.ops.multiply import ks_linear as ks_linear
 from flysurgery.ops.multiply import ks_linear_group as ks_linear_group
 from flysurgery.ops.multiply import ks_multiply as ks_multiply
-from flysurgery.ops.norm_linears import LayerNorm as LayerNorm
 from flysurgery.ops.norm_linears import NormLinears as NormLinears
 from flysurgery.ops.patches import PatchEmbedding as PatchEmbedding
 from flysurgery.ops.problem import Problem as Problem

@@ -17,7 +17,6 @@ from flysurgery.ops import (
     FeedForward,
     FusedFactors,
     Gated,
-    LayerNorm,
     LinearResidual,
     Norm,
     PatchEmbedding,
@@ -181,14 +180,13 @@ def test_it_needs_a_gpu() -> None:
     assert "CUDA" in str(reason(IMAGES, PatchEmbedding(WEIGHT, BIAS)))
 
 
-def test_a_compiled_graph_holds_one_operator_and_no_other_operation_is_fused_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_graph_holds_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "_patches_obstacle", lambda *_: None)
     look = Graphs()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         images, weight, bias = (each.to("cuda") for each in (IMAGES.half(), WEIGHT.half(), BIAS.half()))
 
         def embed(images: Tensor) -> Tensor:
-            assert reason(images[:, 0], LayerNorm(Norm(None, None))) is not None
             return run(images, PatchEmbedding(weight, bias))
 
         compiled = torch.compile(embed, fullgraph=True, dynamic=True, backend=look)
