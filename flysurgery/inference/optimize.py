@@ -108,17 +108,16 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
 
     Outputs stay the same within rounding. Names, state dict and calls stay the same. The model's own modules serve gradients,
     ``torch.func``'s transforms, autocast, training mode, hooks that are set later, modules that are replaced or get another forward later,
-    and arguments other than those of the trace. Fused modules run under ``torch.no_grad`` or ``torch.inference_mode``. To
-    ``torch.compile`` a fused block that only launches kernels is one operator.
+    and arguments other than those of the trace. Fused modules run under ``torch.no_grad`` or ``torch.inference_mode``. Code that
+    ``torch.compile`` makes calls them from Python, so ``fullgraph=True`` raises.
 
     Weights may be changed, loaded, moved and retyped; ``flysurgery.ops.forget_derived`` lists the writes after which to call it.
     With ``training`` the fused modules serve calls with gradients in place of those without, in training mode as well: forward and backward
     together, at the autocast around this call, are what is measured. They keep one activation for each group, and pass the stream between
     blocks on in autocast's dtype. Blocks with dropout or dropped paths stay as they are, and so does all else without fused gradients.
     Gradients have the dtypes of their parameters. There are no second derivatives: ``create_graph=True`` raises. Optimize before the model
-    is wrapped by ``DistributedDataParallel``, sharded by ``fully_shard``, or compiled: a compiler trains the model's own modules. The whole
-    model is timed as it is called from Python, which takes the host more time than the model's own modules do; with
-    ``training="captured"`` as a CUDA graph of the whole step.
+    is wrapped by ``DistributedDataParallel``, sharded by ``fully_shard``, or compiled. The whole model is timed as it is called from
+    Python, which takes the host more time than the model's own modules do; with ``training="captured"`` as a CUDA graph of the whole step.
 
     ``restore`` puts the model back. Do that before its layers are resized or reconfigured (``set_input_size``, another ``num_heads``,
     ...), before ``torch.compile`` runs with replaced layers, or with other parameters by ``torch.func.functional_call``, and before

@@ -7,7 +7,6 @@ from flysurgery.gpu.parts import Linear as Linear
 from flysurgery.gpu.parts import Norm as Norm
 from flysurgery.gpu.replay.remembered_calls import Repeating as Repeating
 from flysurgery.gpu.replay.remembered_calls import forget_moved as forget_moved
-from flysurgery.gpu.sealed import Seal as Seal
 from flysurgery.gpu.weight_cache import forget_derived as forget_derived
 from flysurgery.gpu.weight_cache import taking as taking
 from flysurgery.ops.attend import Attention as Attention

@@ -25,8 +25,6 @@ class Attention(NamedTuple):
     v: Tensor  # shape: (batch, heads, keys, head)
     scale: float | None = None  # None stands for one over the root of a head's features
 
-    registered = False
-
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.k, self.v

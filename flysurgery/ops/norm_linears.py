@@ -44,8 +44,6 @@ class NormLinears(NamedTuple):
     norm: Norm
     group: Sequence[Linear]
 
-    registered = False
-
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self.norm.tensors, *[part for member in self.group for part in member.tensors])

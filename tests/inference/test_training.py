@@ -215,7 +215,7 @@ CHANGES: dict[Any, int] = {
     copied_with_a_forward: FUSED // 2,
     evaluated_with_rates: FUSED,
     methodcaller("set_grad_checkpointing", True): 2 * FUSED,
-    partial(torch.compile, backend="aot_eager"): 0,
+    partial(torch.compile, backend="aot_eager"): FUSED,
 }
 
 
