@@ -45,10 +45,6 @@ class SingleFactor:
         self._out_features = pattern.out_features
         self._launchers: dict[tuple[Rows, int], tuple[Kernel, Sizes, int]] = {}
 
-    def sources(self) -> list[tuple[str, str, dict[str, int]]]:
-        """The kernel that rows at aligned addresses need: file, name, macros."""
-        return [("single_factor.cu", "single_factor", self.tile.defines(self._vector))]
-
     def pack(
         self,
         factor: Tensor,  # shape: (a, b, c, d)
