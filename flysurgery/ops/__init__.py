@@ -10,7 +10,7 @@ from flysurgery.gpu.replay.remembered_calls import forget_moved as forget_moved
 from flysurgery.gpu.weight_cache import forget_derived as forget_derived
 from flysurgery.gpu.weight_cache import taking as taking
 from flysurgery.ops.attend import Attention as Attention
-from flysurgery.ops.attention_gradient import attended as attended
+from flysurgery.ops.attend import attended as attended
 from flysurgery.ops.backend import Backend as Backend
 from flysurgery.ops.dispatch import BACKENDS as BACKENDS
 from flysurgery.ops.dispatch import Explanation as Explanation
