@@ -211,7 +211,7 @@ class FusedBlock(StandIn):
         self._repeating = ops.Repeating()
 
     @torch.compiler.disable
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's annotation
         alone = len(args) == 1 and not kwargs
         arguments: Arguments = _NO_ARGUMENTS if alone else {**dict(enumerate(args[1:])), **kwargs}
         if not args or not self.condition.holds() or not self.form.fits(arguments):

@@ -79,7 +79,7 @@ class Step(nn.Module):
         return [*self.modules(), *(each[0] for each in self.held if each is not None)]
 
     @torch.compiler.disable
-    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's annotation
         with _unwatched(x):
             if self.trains and self.enabled and torch.is_grad_enabled():
                 y = self.trained(x, *others)
