@@ -16,9 +16,11 @@ from flysurgery.gpu.cubins import SERIALIZED_WARNING
 from flysurgery.gpu.device import device_obstacle, shared_limit_of
 from flysurgery.gpu.doubt import doubt
 from flysurgery.gpu.fused import KINDS, FusedLinear
+from flysurgery.gpu.fused_configs import configs
 from flysurgery.gpu.modes import dtype_of
 from flysurgery.gpu.product import factor_configs, factor_product
 from flysurgery.gpu.table import TunedCase, TunedEntry, recording, save_entries
+from flysurgery.gpu.tiling import Tiling, tiling
 
 _MAX_CANDIDATES = 12
 _REPLAYS = 9
@@ -92,16 +94,22 @@ def _tune(case: TunedCase, device_index: int) -> Tuning:
 
 def _configs(case: TunedCase, device_index: int) -> Sequence[Any]:
     if case.kernel in KINDS:
-        norm, gated = KINDS[case.kernel]
-        return FusedLinear.candidates(case.architecture, case.mode, case.linears, norm=norm, gated=gated, device_index=device_index)
+        return configs(_tile(case), shared_limit_of(device_index))
     return factor_configs(case.architecture.patterns[0], case.mode, case.rows, shared_limit_of(device_index))
+
+
+def _tile(case: TunedCase) -> Tiling:
+    norm, gated = KINDS[case.kernel]
+    tile = tiling(case.architecture, case.mode, case.linears, norm=norm, gated=gated)
+    if isinstance(tile, str):
+        raise BackendError(tile)
+    return tile
 
 
 def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor], Tensor]:
     """One candidate with random weights, as a function of x."""
     if case.kernel in KINDS:
-        norm, gated = KINDS[case.kernel]
-        fused = FusedLinear(case.architecture, case.mode, case.linears, config=config, norm=norm, gated=gated, device_index=device_index)
+        fused = FusedLinear(_tile(case), config, device_index)
         linears = [_random_factors(case, device_index) for _ in range(case.linears)]
         image = fused.pack([(left, right) for left, right in linears])
         activation = "silu" if fused.tile.gated else "none"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,19 +68,3 @@ def rows_of_image(position: Tensor | None, prefix: Sequence[Tensor], patches: in
     rows = position.detach().flatten(0, -2)
     covered = len(rows) - patches
     return (before + rows[:covered] if before is not None and covered else before), rows[covered:]
-
-
-def _on_device(images: Tensor, *others: Any) -> Tensor:
-    with torch.cuda.device(images.device):
-        return run_patches(images, *others)
-
-
-def _fake(images: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor | None, prefix: Sequence[Tensor], mode: str) -> Tensor:
-    (count, _, height, width), (features, _, high, wide) = images.shape, weight.shape
-    return images.new_empty((count, sum(each.shape[-2] for each in prefix) + (height // high) * (width // wide), features))
-
-
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define("dense_patches(Tensor images, Tensor weight, Tensor? bias, Tensor? position, Tensor[] prefix, str mode) -> Tensor")
-_library.impl("dense_patches", _on_device, "CUDA")
-torch.library.register_fake("flysurgery::dense_patches", _fake, lib=_library)

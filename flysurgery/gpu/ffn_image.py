@@ -12,6 +12,7 @@ from torch import Tensor
 from flysurgery.factors import ks_einsum
 from flysurgery.gpu.ffn_float_tiling import BOUND_EXPONENT, HEADER_BYTES, FloatFfnTiling
 from flysurgery.gpu.ffn_tiling import HIDDEN_UNIT, OUT_UNIT, FfnTiling, block_order, tiles_of
+from flysurgery.gpu.modes import in_halves
 from flysurgery.patterns import Pattern
 
 
@@ -228,7 +229,7 @@ def pack_float_ffn(
 
     indices, (hidden_columns, out_columns) = panel_indices(tile)
     weights = [
-        _images(take(torch.ldexp(factor, exponent).float(), index), tile.images)
+        torch.cat(in_halves(take(torch.ldexp(factor, exponent).float(), index), tile.images), dim=1).view(torch.uint8)
         for factor, exponent, index in zip((first, second, third, last), made, indices, strict=True)
     ]
     ends = [take(part.detach().float(), out_columns) for part in (out_bias, scale) if part is not None]
@@ -257,9 +258,3 @@ def _largest(first: Tensor, second: Tensor, third: Tensor, bias: Tensor) -> tupl
 def _exponent(values: Tensor) -> Tensor:
     """The least power of two above all magnitudes."""
     return torch.frexp(values.abs().amax()).exponent
-
-
-def _images(values: Tensor, images: int) -> Tensor:  # shapes: (panels, elements) -> (panels, bytes)
-    """The high halves; for pairs, followed by the low halves."""
-    high = values.half()
-    return torch.cat([high, (values - high.float()).half()][:images], dim=1).view(torch.uint8)

@@ -48,58 +48,26 @@ def fused_reason(
 
 
 class FusedLinear:
-    """A compiled fused layer of one architecture, mode and configuration on one device.
+    """A compiled fused layer of one tiling and configuration on one device.
 
     Args:
-        architecture: two patterns; the sizes are compiled in.
-        mode: ``fp16`` and ``bf16`` for inputs of these types; ``tf32`` and ``fp32`` for float32 inputs.
-        linears: how many linears of this architecture read the same x; their outputs lie side by side.
-        config: one of ``candidates``; None takes the first.
-        norm: whether a layer norm of the rows of x, to mean 0 and variance 1, stands before the layer. The sum of each output's
-            weights then lies behind the bias.
-        gated: whether the outputs are a gate and then a value, of equal size. The result is then ``activation(gate) * value``.
+        tile: of two patterns, a mode and a number of linears that share x, whose outputs lie side by side. With a norm before them the sum
+            of each output's weights lies behind the bias. Gated, the outputs are a gate and then a value, of equal size, and the result is
+            ``activation(gate) * value``.
+        config: one of ``configs``.
         device_index: CUDA device.
-
-    Raises:
-        BackendError: the kernel cannot run this; ``fused_reason`` tells beforehand.
 
     Cost of a call of R rows: ``R * flops_per_row`` operations (three times in mode ``fp32``) and
     ``R * (in_features + linears * out_features)`` elements moved, plus the weights once a block from the L2 cache.
     """
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        mode: str,
-        linears: int = 1,
-        *,
-        config: FusedConfig | None = None,
-        norm: bool = False,
-        gated: bool = False,
-        device_index: int,
-    ) -> None:
-        tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
-        if isinstance(tile, str):
-            raise BackendError(tile)
-        found = [config] if config else self.candidates(architecture, mode, linears, norm=norm, gated=gated, device_index=device_index)
-        if not found:
-            raise BackendError(f"no configuration of the fused kernel fits {architecture} in mode {mode} on device {device_index}")
-        self.config = found[0]
-        self.tile = tile = tile.of(self.config)
+    def __init__(self, tile: Tiling, config: FusedConfig, device_index: int) -> None:
+        self.config, self.tile = config, tile.of(config)
         self.device, self.device_index = torch.device("cuda", device_index), device_index
-        self._case = partial(TunedCase, torch.cuda.get_device_name(device_index), _name_of(norm, gated), architecture, mode, linears)
-        self._out_features = linears * architecture.out_features // (2 if gated else 1)
+        name, kind = torch.cuda.get_device_name(device_index), _name_of(tile.norm, tile.gated)
+        self._case = partial(TunedCase, name, kind, Architecture((tile.second, tile.first)), tile.mode, tile.linears)
+        self._out_features = tile.out_features // (2 if tile.gated else 1)
         self._launchers: dict[tuple[int, str, bool, bool], tuple[Kernel, Sizes]] = {}
-
-    @staticmethod
-    def candidates(
-        architecture: Architecture, mode: str, linears: int = 1, *, norm: bool = False, gated: bool = False, device_index: int
-    ) -> list[FusedConfig]:
-        """Configurations to choose from on a device, the most promising first."""
-        tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
-        if isinstance(tile, str):
-            return []
-        return configs(tile, shared_limit_of(device_index))
 
     def cases(self, rows: int) -> list[TunedCase]:
         """The case to autotune for calls with this many rows."""
@@ -163,36 +131,46 @@ def fused_kernel(
 ) -> FusedLinear:
     """The kernel for this many rows in its autotuned configuration, or in the first one; the same object for the same configuration.
 
-    So different numbers of rows share packed weights where they can. Errors are those of ``FusedLinear``.
+    So different numbers of rows share packed weights where they can.
+
+    Raises:
+        BackendError: there is none; ``fused_reason`` tells beforehand.
     """
     return _chosen(architecture, mode, linears, rows_bucket(rows), norm, gated, device_index)
 
 
 @chosen_by_table
 def _chosen(architecture: Architecture, mode: str, linears: int, rows: int, norm: bool, gated: bool, device_index: int) -> FusedLinear:
+    tile, limit = tiling(architecture, mode, linears, norm=norm, gated=gated), shared_limit_of(device_index)
+    if isinstance(tile, str):
+        raise BackendError(tile)
     fields = tuned_config(_name_of(norm, gated), architecture, mode, linears, device_index, rows)
-    config = _config_of(fields, tiling(architecture, mode, linears, norm=norm, gated=gated), device_index) if fields else None
-    return _kernel(architecture, mode, linears, config, norm, gated, device_index)
+    config = _config_of(fields, tile, limit) if fields else None
+    return _kernel(tile, config or _first(tile, limit), device_index)
 
 
 def _name_of(norm: bool, gated: bool) -> str:
     return next(name for name, kind in KINDS.items() if kind == (norm, gated))
 
 
+_kernel = cache(FusedLinear)
+
+
 @cache
-def _kernel(
-    architecture: Architecture, mode: str, linears: int, config: FusedConfig | None, norm: bool, gated: bool, device_index: int
-) -> FusedLinear:
-    return FusedLinear(architecture, mode, linears, config=config, norm=norm, gated=gated, device_index=device_index)
+def _first(tile: Tiling, shared_limit: int) -> FusedConfig:
+    found = configs(tile, shared_limit)
+    if not found:
+        raise BackendError(f"no configuration of the fused kernel fits {tile.second}, {tile.first} in mode {tile.mode}")
+    return found[0]
 
 
-def _config_of(fields: dict[str, Any], tile: Tiling | str, device_index: int) -> FusedConfig | None:
+def _config_of(fields: dict[str, Any], tile: Tiling, shared_limit: int) -> FusedConfig | None:
     """The configuration that a table's entry describes; None where this version of the kernel or this device does not have it."""
     try:
         config = FusedConfig(**fields)
     except TypeError:
         return None
-    return config if not isinstance(tile, str) and fits(tile, config, shared_limit_of(device_index)) else None
+    return config if fits(tile, config, shared_limit) else None
 
 
 def readable(tensor: Tensor) -> Tensor:

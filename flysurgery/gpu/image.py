@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flysurgery.gpu.modes import in_halves
 from flysurgery.gpu.tiling import FusedConfig, Tiling, members
 
 HEADER_BYTES = 128
@@ -113,9 +114,7 @@ def pack(
                 header[n] += exponent
         flat = torch.cat([*values, values[0].new_zeros(1)])
         gathered = flat[index]  # -1 takes the zero at the end
-        high = gathered.to(half)
-        images = [high] if tile.images == 1 else [high, (gathered - high.float()).to(half)]
-        parts.append(torch.stack(images, dim=1).reshape(-1).view(torch.uint8))
+        parts.append(torch.stack(in_halves(gathered, tile.images, half), dim=1).reshape(-1).view(torch.uint8))
     return torch.cat(parts)
 
 

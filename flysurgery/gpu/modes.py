@@ -1,4 +1,4 @@
-"""Which arithmetic a kernel uses, from the dtype of x and PyTorch's own switches."""
+"""Which arithmetic a kernel uses, from the dtype of x and PyTorch's own switches; and float32 as halves."""
 
 from __future__ import annotations
 
@@ -52,3 +52,19 @@ def dtype_of(mode: str) -> torch.dtype:
     if mode not in MODES:
         raise BackendError(f"the CUDA kernels have the modes {', '.join(MODES)}, got '{mode}'")
     return MODES[mode]
+
+
+def in_halves(values: Tensor, images: int, half: torch.dtype = torch.float16) -> list[Tensor]:
+    """Float32 values rounded to halves, as the first image; what that leaves, rounded too, as the second where there are two."""
+    high = values.to(half)
+    return [high] if images == 1 else [high, (values - high.float()).to(half)]
+
+
+_WEIGHT_EXPONENT = 11
+
+
+def scaled_rows(weight: Tensor) -> tuple[Tensor, Tensor]:  # shapes: (outputs, inputs) float32 -> the same, (outputs,) int32
+    """Each output's weights times the power of two that brings the largest finite one to [2^11, 2^12), or near; and the exponents."""
+    largest = torch.where(weight.isfinite(), weight.abs(), 0.0).amax(dim=1, keepdim=True)
+    exponent = (_WEIGHT_EXPONENT + 1 - torch.frexp(largest).exponent).clamp(-114, 123)
+    return torch.ldexp(weight, exponent), exponent[:, 0]

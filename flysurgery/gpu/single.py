@@ -8,6 +8,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.kernel import Kernel, Rows, Sizes, current_stream, in_rows, load_kernel
+from flysurgery.gpu.modes import in_halves
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.single_choice import candidates, single_reason
 from flysurgery.gpu.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling
@@ -45,10 +46,6 @@ class SingleFactor:
         self._out_features = pattern.out_features
         self._launchers: dict[tuple[Rows, int], tuple[Kernel, Sizes, int]] = {}
 
-    def sources(self) -> list[tuple[str, str, dict[str, int]]]:
-        """The kernel that rows at aligned addresses need: file, name, macros."""
-        return [("single_factor.cu", "single_factor", self.tile.defines(self._vector))]
-
     def pack(
         self,
         factor: Tensor,  # shape: (a, b, c, d)
@@ -76,11 +73,7 @@ class SingleFactor:
             return _with_header(panels.to(dtype), torch.zeros(1, dtype=torch.int32, device=factor.device))
         exponent = _scale_exponent(factor.detach())
         scaled = panels.float() * _power_of_two(exponent)
-        high = scaled.half()
-        if self.mode == "tf32":
-            return _with_header(high, exponent)
-        low = (scaled - high.float()).half()
-        return _with_header(torch.stack((high, low), dim=5), exponent)
+        return _with_header(torch.stack(in_halves(scaled, tile.planes), dim=5), exponent)
 
     def run(
         self,

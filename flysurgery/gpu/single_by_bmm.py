@@ -134,11 +134,6 @@ class BatchedFactor:
         self._scratch_elements = (config.scratch_mb << 20) // dtype_of(mode).itemsize
         self._apart, self._together = Transposition(a, c, d), Transposition(a, d, b)
 
-    def sources(self) -> list[tuple[str, str, dict[str, int]]]:
-        """The kernels that rows at aligned addresses need: file, name, macros."""
-        dtype, parts = dtype_of(self.mode), (self._apart, self._together) if self.pattern.d > 1 else ()
-        return [("transpose.cu", "transpose", part.defines(dtype, True)) for part in parts]
-
     def pack(
         self,
         factor: Tensor,  # shape: (a, b, c, d)

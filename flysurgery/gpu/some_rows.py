@@ -16,7 +16,7 @@ from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.few_rows import lies_in_place, outputs_of, pack_vectors, pack_weights
 from flysurgery.gpu.fused import ACTIVATIONS, readable
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
-from flysurgery.gpu.modes import HALVES, MODE_NUMBERS
+from flysurgery.gpu.modes import HALVES, MODE_NUMBERS, in_halves, scaled_rows
 from flysurgery.gpu.parts import Linear, present
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
@@ -165,7 +165,6 @@ def most_rows(in_features: int, out_features: int, factors: bool, mode: str, mul
     return rows
 
 
-_WEIGHT_EXPONENT = 11
 _WEIGHT_SHIFT = 13  # kWeightShift of the kernel
 
 
@@ -235,15 +234,11 @@ def pack_floats(
     mode: str,
 ) -> tuple[Tensor, Tensor]:  # shapes: (2, out_features) float32, (out_features, images, in_features) float16
     """The factors and summands of the sums; and the weights as images of fp16, each output with its own scale."""
-    wide = dense.float()
-    largest = torch.where(wide.isfinite(), wide.abs(), 0.0).amax(dim=1, keepdim=True)
-    exponent = (_WEIGHT_EXPONENT + 1 - torch.frexp(largest).exponent).clamp(-114, 123)  # brings it to [2^11, 2^12), or near
+    scaled, exponent = scaled_rows(dense.float())
     # 16 inputs are (lane, half, 2) in x and (half, lane, 2) here
-    turned = torch.ldexp(wide, exponent).unflatten(1, (-1, 4, 2, 2)).transpose(2, 3).flatten(1)
-    high = turned.half()
-    images = [high] if mode == "tf32" else [high, (turned - high.float()).half()]
-    factor = torch.ldexp(columns[0], _WEIGHT_SHIFT - exponent[:, 0])
-    return torch.stack((factor, columns[1])), torch.stack(images, dim=1)
+    turned = scaled.unflatten(1, (-1, 4, 2, 2)).transpose(2, 3).flatten(1)
+    factor = torch.ldexp(columns[0], _WEIGHT_SHIFT - exponent)
+    return torch.stack((factor, columns[1])), torch.stack(in_halves(turned, 1 if mode == "tf32" else 2), dim=1)
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from flysurgery.inference.embedding import CALLERS, METHOD, Embedding, embedding_of, inline_embedding
 from flysurgery.inference.graph import Calls, attempt, below, is_idle, origin, watch
-from flysurgery.inference.match import AttentionOut, Block, BlockMatcher, FeedForwardGroup, Matcher, NormModule, ProjectionGroup
+from flysurgery.inference.match import AttentionOut, Block, BlockMatcher, FeedForwardGroup, Matcher, ProjectionGroup
 from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.surgery import Reason
@@ -29,7 +29,7 @@ class Patches(NamedTuple):
 @dataclass
 class Findings:
     """The groups by the name of their last linear (of patches, the convolution, or the module that is their embedding where something
-    follows it; of a norm by itself, its own), and the reasons of those that are none.
+    follows it), and the reasons of those that are none.
 
     ``calls`` are those of every module in one forward, ``around`` the modules around each node. A feed-forward group outside of the proven
     blocks may still be fused; an attention's output is not, so it is among the reasons.
@@ -43,7 +43,6 @@ class Findings:
     feed_forwards: dict[str, FeedForwardGroup] = field(default_factory=dict)
     patches: dict[str, Patches] = field(default_factory=dict)
     embeddings: dict[str, Embedding] = field(default_factory=dict)
-    norms: dict[str, NormModule] = field(default_factory=dict)
     reasons: dict[str, tuple[str, Reason]] = field(default_factory=dict)
 
     def inside(self, fqn: str) -> list[Node]:
@@ -87,7 +86,6 @@ def find_groups(model: nn.Module, example: Example | None = None) -> Findings:
     _find_blocks(found, [*outs.values(), *found.feed_forwards.values()])
     _find_patches(found)
     _find_embeddings(found)
-    _find_norms(matcher, found)
     return found
 
 
@@ -143,17 +141,6 @@ def _find_embeddings(found: Findings) -> None:
         inline = inline_embedding(found.seen, patches.node)
         if inline is not None:
             found.reasons[inline[0]] = ("patches", inline[1])
-
-
-def _find_norms(matcher: Matcher, found: Findings) -> None:
-    """Layer norms that belong to no other group and lie in no block."""
-    groups = [*found.projections.values(), *found.feed_forwards.values()]
-    taken = {node for group in groups for node in group.nodes}
-    for node in found.seen.trace.graph.nodes:
-        norm = attempt(matcher.norm, node)
-        if isinstance(norm, Reason) or node in taken or any(fqn in found.blocks for fqn in found.around[node]):
-            continue
-        found.norms[norm.fqn] = norm
 
 
 def _is_tiling(module: nn.Conv2d) -> bool:

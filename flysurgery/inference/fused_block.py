@@ -200,8 +200,8 @@ class FusedPair(FusedPart):
 class FusedBlock(StandIn):
     """Residual sums of attention and feed-forward groups, one after the other, by fused modules.
 
-    The original block serves calls of another form than the proven one, in training mode, or with hooks inside. A compiler calls a block
-    that only launches kernels as one operator, which takes Python less time than one operator for each launch.
+    The original block serves calls of another form than the proven one, in training mode, or with hooks inside. A compiler does not trace
+    it: compiled code calls it from Python, where it replays its launches.
     """
 
     def __init__(self, original: nn.Module, parts: Sequence[FusedPart], form: Form, condition: Condition) -> None:
@@ -209,17 +209,10 @@ class FusedBlock(StandIn):
         self.form = form
         self._parts = tuple(_paired(parts))  # in a tuple, so that they are no children
         self._repeating = ops.Repeating()
-        self._sums = all(isinstance(part.step, FeedForwardStep | LinearResidualStep) for part in self._parts)
-        self.seal = ops.Seal(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.seal = ops.Seal(self)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's annotation
         alone = len(args) == 1 and not kwargs
-        if alone and self._sums and self._repeating.repeats and self.seal.applies(args[0]):
-            return self.seal(args[0])
         arguments: Arguments = _NO_ARGUMENTS if alone else {**dict(enumerate(args[1:])), **kwargs}
         if not args or not self.condition.holds() or not self.form.fits(arguments):
             return self.plain(*args, **kwargs)

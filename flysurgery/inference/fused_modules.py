@@ -31,6 +31,7 @@ class Step(nn.Module):
 
     Its children are the modules of the group; ``held`` are the parameters that it reads of other modules. ``options`` are what
     groups of equal shapes may differ in. A step that ``trains`` serves calls with gradients, also under autocast, and no others.
+    A compiler does not trace a step: compiled code calls it from Python.
     """
 
     enabled = True
@@ -77,9 +78,10 @@ class Step(nn.Module):
         """The modules whose own parameters, not those of their children, ``fused`` reads."""
         return [*self.modules(), *(each[0] for each in self.held if each is not None)]
 
-    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+    @torch.compiler.disable
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's annotation
         with _unwatched(x):
-            if self.trains and self.enabled and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if self.trains and self.enabled and torch.is_grad_enabled():
                 y = self.trained(x, *others)
                 if not isinstance(y, str):
                     return y
@@ -110,23 +112,6 @@ class NormLinearStep(Step):
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return self.linear(self.norm(x))
-
-
-class LayerNormStep(Step):
-    """A single layer norm. A compiler makes its own, which it fuses with its neighbours. PyTorch 2.11's compiler does not end where an
-    operator that it does not know first appears behind many residual sums."""
-
-    def __init__(self, norm: nn.Module, eps: float) -> None:
-        super().__init__()
-        self.norm, self.eps = norm, eps
-
-    def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
-        if torch.compiler.is_compiling():
-            return "a compiler takes norms by itself"
-        return ops.LayerNorm(norm_of(self.norm, self.eps))
-
-    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
-        return self.norm.forward(x)  # its hooks are run by what replaces it
 
 
 class LinearResidualStep(Step):
@@ -306,14 +291,13 @@ def norm_of(norm: nn.Module, eps: float) -> Norm:
 
 
 def watched() -> bool:
-    """Whether a compiler, a mode that watches functions of PyTorch, or a hook on all modules must see all calls of a module."""
-    return torch.compiler.is_compiling() or bool(torch._C._len_torch_function_stack() or nn.modules.module._has_any_global_hook())
+    """Whether a mode that watches functions of PyTorch, or a hook on all modules, must see all calls of a module."""
+    return bool(torch._C._len_torch_function_stack() or nn.modules.module._has_any_global_hook())
 
 
 def _unwatched(x: Tensor) -> AbstractContextManager[object]:
     """A block in which modes that watch functions of PyTorch, such as ``Attending``, do not see accesses to plain tensors."""
-    plain = type(x) is Tensor and not torch.compiler.is_compiling()
-    return torch._C.DisableTorchFunction() if plain else nullcontext()
+    return torch._C.DisableTorchFunction() if type(x) is Tensor else nullcontext()
 
 
 def _under_autocast(x: Tensor) -> bool:

@@ -18,14 +18,13 @@ from flysurgery.inference.fused_modules import (
     AttentionStep,
     EmbeddingStep,
     FeedForwardStep,
-    LayerNormStep,
     LinearResidualStep,
     NormLinearStep,
     PatchesStep,
     Step,
 )
 from flysurgery.inference.graph import UnfitError, attempt, below
-from flysurgery.inference.match import Attended, Block, BlockPart, FeedForwardGroup, Lone, NormModule, ProjectionGroup
+from flysurgery.inference.match import Attended, Block, BlockPart, FeedForwardGroup, Lone, ProjectionGroup
 from flysurgery.inference.standin import (
     Condition,
     Fused,
@@ -130,7 +129,6 @@ class _Builder:
 
         alone(found.projections, self._projection, self._lone_projection)
         alone(found.feed_forwards, self._feed_forward, self._lone_feed_forward)
-        alone(found.norms, self._norm, self._lone_norm)
         alone(found.patches, self._patches, self._lone_patches)
         built.replacements += blocks
         for fqn, embedding in found.embeddings.items():  # last, so that it sees the modules that were put below its module
@@ -230,15 +228,6 @@ class _Builder:
         if behind is None or not found.consists_of(behind, others):
             raise UnfitError("open-group", "no module consists of its two linears and its activation alone")
         return self._pair(group.norm.fqn, behind, candidate)
-
-    def _norm(self, norm: NormModule) -> Candidate:
-        return Candidate("norm", norm.fqn, LayerNormStep(self.module(norm.fqn), norm.eps), (shape_of(norm.node) or (),))
-
-    def _lone_norm(self, norm: NormModule, candidate: Candidate) -> Replacement:
-        """A module that computes only a norm, and is called once with one tensor."""
-        if not self.found.consists_of(norm.fqn, frozenset({norm.node})) or not self.found.calls[norm.fqn].one_of_one_tensor:
-            raise UnfitError("open-norm", "its module is called more than once, or does something else as well")
-        return self._stepped(norm.fqn, candidate)
 
     def _patches(self, patches: Patches) -> Candidate:
         return Candidate("patches", patches.fqn, PatchesStep(self._convolution(patches.fqn)), (self._image(patches.fqn),))

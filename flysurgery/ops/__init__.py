@@ -7,11 +7,10 @@ from flysurgery.gpu.parts import Linear as Linear
 from flysurgery.gpu.parts import Norm as Norm
 from flysurgery.gpu.replay.remembered_calls import Repeating as Repeating
 from flysurgery.gpu.replay.remembered_calls import forget_moved as forget_moved
-from flysurgery.gpu.sealed import Seal as Seal
 from flysurgery.gpu.weight_cache import forget_derived as forget_derived
 from flysurgery.gpu.weight_cache import taking as taking
 from flysurgery.ops.attend import Attention as Attention
-from flysurgery.ops.attention_gradient import attended as attended
+from flysurgery.ops.attend import attended as attended
 from flysurgery.ops.backend import Backend as Backend
 from flysurgery.ops.dispatch import BACKENDS as BACKENDS
 from flysurgery.ops.dispatch import Explanation as Explanation
@@ -24,7 +23,6 @@ from flysurgery.ops.linear_residual import run_with_moments as run_with_moments
 from flysurgery.ops.multiply import ks_linear as ks_linear
 from flysurgery.ops.multiply import ks_linear_group as ks_linear_group
 from flysurgery.ops.multiply import ks_multiply as ks_multiply
-from flysurgery.ops.norm_linears import LayerNorm as LayerNorm
 from flysurgery.ops.norm_linears import NormLinears as NormLinears
 from flysurgery.ops.patches import PatchEmbedding as PatchEmbedding
 from flysurgery.ops.problem import Problem as Problem

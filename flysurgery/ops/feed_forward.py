@@ -69,8 +69,6 @@ class FeedForward(NamedTuple):
     inner: Norm | None = None
     moments: Tensor | None = None  # shape: (rows, parts, 2), float32
 
-    registered = False
-
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         norms = [part for norm in (self.norm, self.inner) if norm is not None for part in norm.tensors]

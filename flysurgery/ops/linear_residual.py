@@ -21,8 +21,6 @@ class LinearResidual(NamedTuple):
     residual: Tensor  # shape: (*batch, out_features)
     scale: Tensor | None = None  # shape: (out_features,)
 
-    registered = False
-
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return present(*self.linear.tensors, self.residual, self.scale)

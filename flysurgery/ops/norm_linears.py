@@ -1,4 +1,4 @@
-"""Linears behind a layer norm, and the norm alone: what is computed, and which launches compute it."""
+"""Linears behind a layer norm: what is computed, and which launches compute it."""
 
 from __future__ import annotations
 
@@ -32,31 +32,6 @@ from flysurgery.ops.wide import GROUP_LAUNCHES, takes_group
 from flysurgery.torch_state import tf32_allowed
 
 
-class LayerNorm(NamedTuple):
-    """``norm(x)``, in one launch; x: (batch..., features)."""
-
-    norm: Norm
-
-    registered = False
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.norm.tensors
-
-    @property
-    def form(self) -> tuple[Hashable, ...]:
-        return "layer_norm", self.norm.form
-
-    def wrong(self, x: Tensor) -> str | None:
-        return "expected rows of features, got a scalar" if x.dim() == 0 else wrong_norm(self.norm, x.shape[-1])
-
-    def stages(self, x: Tensor) -> Stages | str:
-        return norm_reason(x, self.norm, x.shape[-1]) or (Stage((), lambda y, x, given: normed(y, given.norm)),)
-
-    def plainly(self, x: Tensor) -> Tensor:
-        return plain_norm(x, self.norm)
-
-
 class NormLinears(NamedTuple):
     """The outputs of linears for ``norm(x)``, side by side; x: (batch..., in_features).
 
@@ -68,8 +43,6 @@ class NormLinears(NamedTuple):
 
     norm: Norm
     group: Sequence[Linear]
-
-    registered = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import partial
-from operator import index
 from typing import NamedTuple
 
 import torch
@@ -12,11 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.gpu.dense_patches import patches_obstacle, rows_of_image, run_patches
-from flysurgery.gpu.device import device_obstacle
 from flysurgery.gpu.modes import present_mode
 from flysurgery.gpu.parts import present
 from flysurgery.ops.ways import Stage, Stages
-from flysurgery.torch_state import is_tracing
 
 
 class PatchEmbedding(NamedTuple):
@@ -31,8 +28,6 @@ class PatchEmbedding(NamedTuple):
     bias: Tensor | None  # shape: (features,)
     position: Tensor | None = None  # shape: (*, patches, features), or (*, tokens + patches, features)
     prefix: Sequence[Tensor] = ()  # shapes: (*, some of the tokens, features)
-
-    registered = True
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -59,8 +54,8 @@ class PatchEmbedding(NamedTuple):
     def stages(self, x: Tensor) -> Stages | str:
         mode = present_mode(x.dtype)
         if mode is not None:
-            features, channels, high, wide = map(index, self.weight.shape)
-            if _patches_obstacle(features, channels, high, wide, mode, x.device.index) is None:
+            features, channels, high, wide = self.weight.shape
+            if patches_obstacle(high, wide, channels, features, mode, x.device.index) is None:
                 return (Stage((), partial(_in_place, mode=mode)),)
         return (Stage((), _copied),)
 
@@ -82,8 +77,7 @@ class PatchEmbedding(NamedTuple):
 
 def _in_place(y: Tensor, images: Tensor, patches: PatchEmbedding, mode: str) -> Tensor:
     weight, bias, position, prefix = patches
-    run = torch.ops.flysurgery.dense_patches if is_tracing(images) else run_patches
-    return run(images, weight, bias, position, [*prefix], mode)
+    return run_patches(images, weight, bias, position, prefix, mode)
 
 
 def _copied(y: Tensor, images: Tensor, patches: PatchEmbedding) -> Tensor:
@@ -116,12 +110,7 @@ def _wrong_rows(patches: PatchEmbedding, count: int) -> str | None:
         if rows.dim() < 2 or rows.shape[-1] != features or rows.shape[:-2].numel() != 1:
             return f"expected position and prefix to be rows of {features} features, got a tensor of shape {tuple(rows.shape)}"
     tokens = sum(rows.shape[-2] for rows in prefix)
-    beyond = 0 if position is None else position.shape[-2] - count  # PyTorch 2.11's compiler does not find a symbol in a tuple
-    if beyond == 0 or beyond == tokens:
+    beyond = 0 if position is None else position.shape[-2] - count
+    if beyond in (0, tokens):
         return None
     return f"{count} patches and {tokens} tokens before them have no position of {count + beyond} rows"
-
-
-@torch.compiler.assume_constant_result  # depends on the machine and the arguments alone
-def _patches_obstacle(features: int, channels: int, high: int, wide: int, mode: str, device_index: int) -> str | None:
-    return device_obstacle(device_index) or patches_obstacle(high, wide, channels, features, mode, device_index)

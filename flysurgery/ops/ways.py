@@ -14,7 +14,7 @@ from flysurgery.gpu.device import device_obstacle
 from flysurgery.gpu.kernel import current_device
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.ops.dispatch import BACKENDS
-from flysurgery.torch_state import autocast_dtype, foreign_obstacle, is_tracing, tf32_allowed
+from flysurgery.torch_state import autocast_dtype, is_tracing, tf32_allowed
 
 Found = TypeVar("Found")
 
@@ -47,11 +47,6 @@ class Operation(Protocol):
     @property
     def form(self) -> tuple[Hashable, ...]:
         """A name, which operands are there, and all options: what else decides."""
-        ...
-
-    @property
-    def registered(self) -> bool:
-        """Whether its kernel is an operator of PyTorch's, which compiled graphs can hold."""
         ...
 
     def wrong(self, x: Tensor) -> str | None:
@@ -130,9 +125,7 @@ def _obstacle(x: Tensor, operation: Operation) -> str | None:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)):
         return "the fused operators have no gradients; call them under torch.inference_mode() or torch.no_grad()"
     if is_tracing(x, *tensors):
-        if not (operation.registered and is_tracing(x)):
-            return "the fused operators take plain tensors, outside of compilers, transforms and modes"
-        return foreign_obstacle()
+        return "the fused operators take plain tensors, outside of compilers, transforms and modes"
     if x.dtype not in DTYPE_NUMBERS:
         return f"the fused operators take float32, float16 and bfloat16, not {x.dtype}"
     return device_obstacle(x.device.index)

@@ -276,10 +276,14 @@ FUSED_LAYERS = (
 )
 
 
-def configs_of(architecture: Architecture, mode: str) -> list[FusedConfig]:
-    """The first candidate for each place of the intermediate."""
+def tile_of(architecture: Architecture, mode: str) -> Tiling:
     tile = tiling(architecture, mode)
     assert isinstance(tile, Tiling), tile
+    return tile
+
+
+def configs_of(tile: Tiling) -> list[FusedConfig]:
+    """The first candidate for each place of the intermediate."""
     found: dict[int, FusedConfig] = {}
     every = every_config(tile, shared_limit_of(0))
     for config in sorted(every, key=lambda config: (config.panel_columns, config.slots, config.warps), reverse=True):
@@ -296,9 +300,10 @@ def test_epilogues_of_fused_linears(mode: str, activation: str) -> None:
     factors = make_factors(architecture, arithmetic, device="cuda")
     bias = make_vector(architecture.out_features, arithmetic, device="cuda")
     added = make_input(333, architecture.out_features, arithmetic, device="cuda")
-    for place, config in enumerate(configs_of(architecture, mode)):
+    tile = tile_of(architecture, mode)
+    for place, config in enumerate(configs_of(tile)):
         residual = added if (place + turn) % 2 else None
-        layer = FusedLinear(architecture, mode, config=config, device_index=0)
+        layer = FusedLinear(tile, config, 0)
         out = layer.run(x, layer.pack([(factors[0], factors[1])]), bias, residual, activation)
         check_epilogue(out, x, factors, bias, activation, residual, arithmetic)
 
@@ -308,8 +313,8 @@ def test_negative_inputs_vanish_without_a_trace(mode: str) -> None:
     arithmetic, architecture = ARITHMETICS[mode], FUSED_LAYERS[0]
     factors = [torch.zeros_like(factor) for factor in make_factors(architecture, arithmetic, device="cuda")]
     x = make_input(333, architecture.in_features, arithmetic, device="cuda")
-    config = configs_of(architecture, mode)[0]
-    layer = FusedLinear(architecture, mode, config=config, device_index=0)
+    tile = tile_of(architecture, mode)
+    layer = FusedLinear(tile, configs_of(tile)[0], 0)
     image = layer.pack([(factors[0], factors[1])])
     for activation, compute in ACTIVATIONS.items():
         for value in (-1000.0, -30.0, 30.0, 1000.0):

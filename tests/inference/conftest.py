@@ -41,9 +41,3 @@ def called(monkeypatch: pytest.MonkeyPatch, faster: None) -> Iterator[list[str]]
 
     monkeypatch.setattr(ops, "way", counted)
     yield names
-
-
-@pytest.fixture
-def compilable(monkeypatch: pytest.MonkeyPatch, faster: None) -> None:
-    """As ``called``, without the list, which a compiled graph could not hold."""
-    monkeypatch.setattr(ops, "way", way)

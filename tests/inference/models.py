@@ -17,7 +17,7 @@ SMALL: dict[str, Any] = {"img_size": 32, "num_classes": 5, "patch_size": 8, "emb
 """Arguments that make one of timm's ViTs small."""
 SWIN: dict[str, Any] = {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": (2,), "num_heads": (2,), "num_classes": 5}
 BLOCK = ["norm_linear", "attention", "linear_residual", "ffn"]
-WHOLE = ["patch_embedding", *BLOCK * 2, "layer_norm"]
+WHOLE = ["patch_embedding", *BLOCK * 2]
 """The operators that such a model calls when all of it is fused."""
 
 

@@ -257,7 +257,7 @@ def test_each_form_is_fused_and_outputs_stay(called: list[str], kind: str, conve
 def test_what_is_something_else_is_left_with_the_reason(called: list[str], hidden: Callable[..., Tensor], outputs: int, code: str) -> None:
     model, x = ready(Alone(Written(hidden, outputs)), convert=False), torch.randn(3, 5, WIDTH)
     assert [reason.code for _, reason in find_groups(model, x).reasons.values()] == [code]
-    assert {row.group for row in flysurgery.optimize(model, x).fused} == {"norm"}
+    assert not flysurgery.optimize(model, x).fused
 
 
 @pytest.mark.gpu
@@ -293,6 +293,5 @@ def test_a_norm_that_norms_something_else_as_well_is_kept(called: list[str]) -> 
     assert {row.group: row.reason and row.reason.code for row in report.rows} == {
         "qkv": "calls",
         "attn_out": "no-residual",
-        "norm": "open-norm",
     }
     assert_equal(model(x), before)

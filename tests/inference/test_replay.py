@@ -1,4 +1,4 @@
-"""On a GPU: calls that launch again what they launched before, blocks as one operator, and whole forwards as CUDA graphs."""
+"""On a GPU: calls that launch again what they launched before, beside a compiler too, and whole forwards as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.support.tolerance import assert_equal
 
 pytestmark = pytest.mark.gpu
 SIZES: dict[str, Any] = {"img_size": 64, "patch_size": 16, "embed_dim": 384, "depth": 2, "num_heads": 6, "num_classes": 5}
-REPEATED = 4
-"""What is fused by itself: the patches, two blocks, and the last norm."""
+REPEATED = 3
+"""What is fused by itself: the patches and two blocks."""
 ROUNDS = 12
 """Of what is done again and again while much else happens on the GPU."""
 
@@ -257,36 +257,9 @@ def blocks(model: nn.Module, tokens: Tensor) -> Iterator[nn.Module]:
     torch.compiler.reset()
 
 
-def operators(blocks: nn.Module, x: Tensor) -> list[object]:
-    """What a compiler's graph calls."""
-    found: list[object] = []
-
-    def look(graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:
-        found.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
-        return graph.forward
-
-    torch.compile(blocks, fullgraph=True, backend=look)(x)
-    return found
-
-
-SEALED = [torch.ops.flysurgery.sealed] * 2
-
-
-def test_a_block_is_one_operator(blocks: nn.Module, tokens: Tensor) -> None:
-    assert operators(blocks, tokens) == SEALED
-    assert operators(copy.deepcopy(blocks), tokens) == SEALED
-
-
-@torch.enable_grad()
-def test_gradients_autocast_and_exports_need_more_than_one_operator(blocks: nn.Module, tokens: Tensor) -> None:
-    assert operators(blocks, tokens) == SEALED  # no gradients are asked for
-    with torch.autocast("cuda", torch.bfloat16):
-        assert torch.ops.flysurgery.sealed not in operators(blocks, tokens)
-    blocks.requires_grad_(True)
-    assert torch.ops.flysurgery.sealed not in operators(blocks, tokens)
-    blocks.requires_grad_(False)
+def test_exports_hold_pytorchs_operators(blocks: nn.Module, tokens: Tensor) -> None:
     exported = torch.export.export(blocks, (tokens,), strict=False)
-    assert not any("sealed" in str(node.target) for node in exported.graph.nodes)
+    assert not any("flysurgery" in str(node.target) for node in exported.graph.nodes)
 
 
 def scale(blocks: nn.Module) -> None:
@@ -308,11 +281,9 @@ def hook(blocks: nn.Module) -> None:
 def test_compiled_blocks_give_what_they_give_by_themselves(
     blocks: nn.Module, tokens: Tensor, mode: str, change: Callable[[nn.Module], None]
 ) -> None:
-    run = torch.compile(blocks, fullgraph=True, mode=mode)
+    run = torch.compile(blocks, mode=mode)
     for _ in range(4):
         assert_equal(run(tokens), blocks(tokens))
-    if mode != "default" and change is hook:
-        return  # a replayed graph runs no Python
     change(blocks)
     for _ in range(4):
         expected = blocks(tokens)

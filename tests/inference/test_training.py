@@ -64,7 +64,7 @@ def test_gradients_stay(options: dict[str, Any]) -> None:
     x = images(model, 3).double()
     before, names = gradients(model, x), [*model.state_dict()]
     report = flysurgery.optimize(model, x, training=True)
-    assert {row.fqn for row in report.fused} == ALL and left(report) == {"norm": "no-gradients"}
+    assert {row.fqn for row in report.fused} == ALL and not left(report)
     assert max(distance(gradients(model, x), before).values()) < 1e-12
     assert [*model.state_dict()] == names
     model.get_submodule("blocks.0").register_forward_hook(lambda *_: None)  # on a block itself, hooks may be there
@@ -215,7 +215,7 @@ CHANGES: dict[Any, int] = {
     copied_with_a_forward: FUSED // 2,
     evaluated_with_rates: FUSED,
     methodcaller("set_grad_checkpointing", True): 2 * FUSED,
-    partial(torch.compile, backend="aot_eager"): 0,
+    partial(torch.compile, backend="aot_eager"): FUSED,
 }
 
 

@@ -8,7 +8,6 @@ import weakref
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import layer_norm, linear, silu
 
 from flysurgery.errors import BackendError
@@ -17,13 +16,11 @@ from flysurgery.ops import (
     FeedForward,
     FusedFactors,
     Gated,
-    LayerNorm,
     LinearResidual,
     Norm,
     PatchEmbedding,
     feed_forward,
     launches,
-    patches,
     reason,
     run,
     ways,
@@ -31,7 +28,6 @@ from flysurgery.ops import (
 from flysurgery.ops.as_dense import side_by_side
 from flysurgery.ops.launches import multiplied
 from flysurgery.patterns import Architecture, monarch
-from tests.gpu.graphs import Graphs
 from tests.support.tolerance import assert_equal
 
 
@@ -125,7 +121,6 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets tensors of any device through, to PyTorch's product."""
     monkeypatch.setattr(ways, "_decided", {})
     monkeypatch.setattr(ways, "_obstacle", lambda *_: None)
-    monkeypatch.setattr(patches, "_patches_obstacle", lambda *_: "no kernel")
 
 
 def by_hand(position: Tensor | None, prefix: list[Tensor]) -> Tensor:
@@ -179,18 +174,3 @@ def test_images_that_are_no_whole_patches_are_refused() -> None:
 
 def test_it_needs_a_gpu() -> None:
     assert "CUDA" in str(reason(IMAGES, PatchEmbedding(WEIGHT, BIAS)))
-
-
-def test_a_compiled_graph_holds_one_operator_and_no_other_operation_is_fused_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "_patches_obstacle", lambda *_: None)
-    look = Graphs()
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        images, weight, bias = (each.to("cuda") for each in (IMAGES.half(), WEIGHT.half(), BIAS.half()))
-
-        def embed(images: Tensor) -> Tensor:
-            assert reason(images[:, 0], LayerNorm(Norm(None, None))) is not None
-            return run(images, PatchEmbedding(weight, bias))
-
-        compiled = torch.compile(embed, fullgraph=True, dynamic=True, backend=look)
-        assert compiled(images).shape == (5, COUNT, FEATURES)
-    assert look.operators() == ["dense_patches"]

@@ -28,15 +28,14 @@ class Repeating:
     the same stream and under the same settings, as long as the parameters are the same tensors with the same values. All other calls go
     to the function, and so do calls that are traced, transformed or captured, or that run under autocast.
 
-    Copies and pickles do not contain recordings, only ``repeats``: whether there was a call that did nothing but launch kernels.
+    Copies and pickles do not contain recordings.
     """
 
     def __init__(self) -> None:
-        self.repeats = False
         self._known: tuple[_Parameters | None, dict[_Key, Repeated | None]] = None, {}
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(Repeating()), "repeats": self.repeats}
+        return vars(Repeating())
 
     def __call__(self, run: Callable[..., Result], modules: Callable[[], Iterable[nn.Module]], *operands: Tensor) -> Result | Tensor:
         """``run(*operands)``, or a replay of its launches; ``modules`` gives the modules whose parameters it reads."""
@@ -77,8 +76,7 @@ class Repeating:
         if len(calls) >= _REMEMBERED:
             calls.clear()
         if not recording.changed:  # otherwise the next call is the first that can be repeated
-            repeated = calls[key] = _repeated(recording, len(operands), result, parameters)
-            self.repeats = self.repeats or repeated is not None
+            calls[key] = _repeated(recording, len(operands), result, parameters)
         return result
 
 
