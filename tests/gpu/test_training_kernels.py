@@ -92,14 +92,15 @@ def test_factors_are_multiplied_out(architecture: Architecture, dtype: torch.dty
 def test_gradients_beside_those_of_the_definition(name: str, dtype: torch.dtype) -> None:
     make = Made("cuda", 384)
     wide, operation = make.tensor(301, 384), OPERATIONS[name](make, 301)
-    dy = torch.randn_like(operation.plainly(wide))
-    expected = torch.autograd.grad(operation.plainly(wide), (wide, *operation.tensors), dy)
+    exact = operation.plainly(wide)
+    dy = torch.randn_like(exact)
+    expected = torch.autograd.grad(exact, (wide, *operation.tensors), dy)
     with torch.no_grad():
         for tensor in operation.tensors:  # weights are float32, what has rows is not
             tensor.data = tensor.data.to(dtype if tensor.shape[0] == 301 else torch.float32)
     x = wide.detach().to(dtype).requires_grad_()
     y = trained(x, operation)
-    assert distance(y, operation.plainly(wide)) < 4 * ROUNDED[dtype]
+    assert distance(y, exact) < 4 * ROUNDED[dtype]
     found = torch.autograd.grad(y, (x, *operation.tensors), dy.to(dtype))
     assert max(map(distance, found, expected)) < 4 * ROUNDED[dtype]
 
@@ -110,7 +111,7 @@ def test_a_captured_step_is_that_of_python(arch: str | None) -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10).cuda().train()
     if arch is not None:
         flysurgery.convert(model, arch)
-    x, classes = torch.randn(16, 3, 224, 224, device="cuda"), torch.arange(16, device="cuda") % 10
+    x, classes = torch.randn(64, 3, 224, 224, device="cuda"), torch.arange(64, device="cuda") % 10
 
     def step() -> Tensor:
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
