@@ -87,13 +87,17 @@ def _of_the_model(plan: Plan, dtypes: str, config: Mapping[str, Any]) -> Iterato
 
 
 def _of_closeness(report: Mapping[str, Any]) -> Iterator[str]:
-    """The fidelity of the whole model to the dense one, or that it is unknown."""
+    """The fidelity of the whole model to the dense one, or that it is unknown, and the layers' output errors."""
     run, fidelity = report.get("finetune") or {}, report.get("fidelity")
     if fidelity is not None:
         data = (report.get("calibration") or {}).get("data")
         where = f"held-out samples of {data}" if data else "held-out samples"
         untrained = ", before any fine-tuning" if run else ""
         yield f"Fidelity to the dense model on {fidelity['samples']} {where}{untrained}: {_shown(fidelity)}"
+    errors = [(row.get("calibration") or {}).get("output_error") for row in report["rows"]]
+    known = [error for error in errors if error is not None]
+    if known:
+        yield f"Relative output errors of the layers as calibrated, on held-out samples: {min(known):.3f} to {max(known):.3f}"
     is_known = run.get("fidelity_after") is not None if run else fidelity is not None
     if not is_known and not run.get("scratch"):
         yield UNKNOWN

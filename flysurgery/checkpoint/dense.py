@@ -15,7 +15,7 @@ from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, TRANSFORMERS, build_base
-from flysurgery.checkpoint.config import data_config, describe_data, read_config
+from flysurgery.checkpoint.config import CLAIMS, data_config, describe_data, read_config
 from flysurgery.checkpoint.files import open_regular, open_tensors
 from flysurgery.checkpoint.folder import check_target, new_folder, write_json
 from flysurgery.checkpoint.header import SCHEMA_KEY
@@ -55,7 +55,7 @@ def load_dense(folder: str | Path) -> tuple[nn.Module, str, dict[str, Any]]:
     """Open a dense model as ``timm.models.save_for_hf`` and the hub's timm repositories hold it: ``(model, base, base_args)``.
 
     ``build_base(base, base_args)`` builds the model again without its weights. It is in eval mode, and its
-    ``pretrained_cfg`` says how its images are prepared, as in ``config.json``.
+    ``pretrained_cfg`` says how its images are prepared, as in ``config.json``, but not whose weights it has.
 
     Raises:
         CheckpointError: no such folder, a file of it is missing or damaged, or its model is a converted one.
@@ -74,7 +74,8 @@ def load_dense(folder: str | Path) -> tuple[nn.Module, str, dict[str, Any]]:
     if weights is None:
         raise CheckpointError(f"{path} holds no weights: expected {' or '.join(WEIGHT_FILES)}")
     load_weights(model, weights)
-    describe_data(model, config["pretrained_cfg"])
+    # timm writes the tag and the licence of the architecture's published weights, whatever weights are saved
+    describe_data(model, {name: value for name, value in config["pretrained_cfg"].items() if name not in CLAIMS})
     return model.eval(), base, base_args
 
 

@@ -63,8 +63,8 @@ def save(
     ``report`` is what ``apply`` or ``convert`` returned, or the content of an earlier folder's ``report.json`` with what has come
     since; without it ``report.json`` has the layers without their errors.
     ``accuracy`` has ``data``, the accuracy ``before`` and that ``after``, as JSON; it goes into ``report.json`` and the model card.
-    The folder claims no licence and no published weights, unless it is known that the weights came from there: the model was read from a
-    folder that says so, or the command line loaded them.
+    The folder claims no licence and no published weights, unless it is known that the weights came from there: the command line loaded
+    them, or the model was read from a converted folder that says so.
 
     Raises:
         CheckpointError: the model is not converted, its base is not known or does not rebuild it, the folder exists, or the

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -37,7 +36,7 @@ def evaluate(
 ) -> None:
     """Measure a model's top-1 and top-5 accuracy, or with --against how close its outputs are to another model's."""
     from flysurgery import evaluation, inference
-    from flysurgery.cli.source import find
+    from flysurgery.cli.source import find_pair
     from flysurgery.cli.tables import print_json, print_table, tell_skipped
     from flysurgery.surgery import as_json as json_of
     from flysurgery.surgery import block_errors, measures
@@ -46,10 +45,7 @@ def evaluate(
         raise OptionError("--samples goes with --against MODEL; accuracy is measured on all images")
     if against is not None and optimize:
         raise OptionError("--optimize fuses the blocks that --against compares; leave one of the two out")
-    described: dict[str, Any] = {"base": base, "model_args": model_args, "checkpoint": checkpoint}
-    other_is_described = against is not None and Path(model).is_dir()
-    source = find(model, **({} if other_is_described else described))
-    other = None if against is None else find(against, **(described if other_is_described else {}))
+    source, other = find_pair(model, against, base=base, model_args=model_args, checkpoint=checkpoint)
     target = options.device_of(device)
     source.check_weights(pretrained=pretrained)
     if other is not None:

@@ -19,7 +19,10 @@ DATA_HELP = (
     "The digits, the generated fractals, a folder of images a class (or its train), a timm data set such as torch/cifar10, or with "
     "--teacher any folder of images."
 )
-TEACHER_HELP = "Imitate this dense model's outputs and blocks: a folder or a timm name."
+TEACHER_HELP = (
+    "Imitate this dense model's outputs and blocks: a folder or a timm name. "
+    "Where MODEL is a folder, --model-args, --base and --checkpoint are this one's."
+)
 RATE_HELP = "Learning rate at its highest, then a cosine down to zero; muon's follows from the start, others' is 3e-4."
 FACTOR_RATE_HELP = "Scale factors' rates by their fan-in, the default, or not; not with muon."
 OPTIMIZER_HELP = "muon, the default with a teacher, or one of timm's, such as adamw."
@@ -86,7 +89,7 @@ def finetune(
     from flysurgery import checkpoint as storage
     from flysurgery import surgery
     from flysurgery.cli.finetune_report import build, check_out, network_of, print_outcome
-    from flysurgery.cli.source import ConvertedFolder, find
+    from flysurgery.cli.source import ConvertedFolder, find_pair
     from flysurgery.cli.tables import progress
     from flysurgery.finetune import Settings, check_installed, held_out_data, judging_data, leave_processes, train, training_data
 
@@ -94,7 +97,7 @@ def finetune(
     check_installed(settings)
     if teacher is None and (blocks_weight is not None or output_weight is not None):
         raise OptionError("--output-weight and --blocks-weight go with --teacher MODEL, and none was given")
-    source = find(model, base=base, model_args=model_args, checkpoint=checkpoint)
+    source, other = find_pair(model, teacher, base=base, model_args=model_args, checkpoint=checkpoint)
     check_out(source, out, dense=not isinstance(source, ConvertedFolder) or densify_after is not None, force=force)
     network, described = network_of(source, scratch=scratch, pretrained=pretrained, seed=seed)
     plan, earlier = surgery.plan_of(network), {}
@@ -104,7 +107,7 @@ def finetune(
     images = training_data(data, network, settings, root=data_root, teacher=taught, aside=evaluate is None)
     find_held_out = held_out_data if evaluate is None else judging_data
     held_out = find_held_out(data if evaluate is None else evaluate, network, root=data_root, teacher=taught)
-    judge = None if teacher is None else build(find(teacher), pretrained=True, seed=0)
+    judge = None if other is None else build(other, pretrained=True, seed=0)
     storage.check_space(out, 4 * sum(parameter.numel() for parameter in network.parameters()))
     folder = out.with_name(f"{out.name}.training")
     try:

@@ -247,6 +247,13 @@ def find(text: str, *, base: str | None = None, model_args: list[str] | None = N
     return Constructor(text.replace(":", "."), text, arguments, checkpoint)
 
 
+def find_pair(text: str, other: str | None, **described: Any) -> tuple[Source, Source | None]:
+    """``find`` for a model and the one that it is held against. Where ``text`` is a folder, the options ``described`` are the other's."""
+    are_others = other is not None and Path(text).is_dir()
+    source = find(text, **({} if are_others else described))
+    return source, None if other is None else find(other, **(described if are_others else {}))
+
+
 def find_dense(text: str, *, base: str | None = None, model_args: list[str] | None = None, checkpoint: Path | None = None) -> Dense:
     """``find`` for what can be converted. Raises ``ModelError`` for what is converted already."""
     source = find(text, base=base, model_args=model_args, checkpoint=checkpoint)

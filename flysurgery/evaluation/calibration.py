@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flysurgery.calibration import ASPECT, DEFAULT_SAMPLES, SIDES, Pictures, Samples, samples_of
 from flysurgery.errors import DataError
-from flysurgery.evaluation.data import MADE, Preparation, image_files, load_data, made, preparation, read_image
+from flysurgery.evaluation.data import MADE, Preparation, image_files, made, preparation, read_image
 
 
 def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None = None, pictures: bool = False) -> Samples:
@@ -26,7 +26,7 @@ def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None 
     are kept in full as well, at up to twice the model's input, to take views of them.
 
     Raises:
-        DataError: there is no such data set, or it has fewer readable images than ``samples``, or fewer than two.
+        DataError: there is no such data set, it has fewer readable images than ``samples``, or fewer than two, or all are of one colour.
         OptionError: ``samples`` below 2.
     """
     wanted = preparation(model)
@@ -36,7 +36,7 @@ def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None 
         inputs = torch.stack([dataset[index][0] for index in _order(len(dataset), count)[:count]])
         return samples_of(Samples(inputs, str(name)), count=samples, shape=wanted.shape)
     if not Path(name).is_dir():
-        load_data(name, model)  # raises the error that names what there is
+        raise DataError(f"there is no data set '{name}': expected 'digits', 'fractals' or a folder of images")
     return _of_folder(Path(name), wanted, samples, pictures=pictures)
 
 
@@ -46,7 +46,7 @@ def load_unseen(name: str | Path, model: nn.Module, *, samples: int | None = Non
     Anything else is a folder of images at any depth. Takes ``samples`` of them, by default 512 or as many as there are.
 
     Raises:
-        DataError: there is no such data set, or it has fewer readable images than ``samples``, or fewer than two.
+        DataError: there is no such data set, it has fewer readable images than ``samples``, or fewer than two, or all are of one colour.
         OptionError: ``samples`` below 2.
     """
     if str(name) not in MADE:
@@ -81,6 +81,7 @@ def _of_folder(folder: Path, wanted: Preparation, samples: int | None, *, pictur
             f"{folder}: {samples or 2} samples are needed, and only {len(inputs)} images can be read; "
             f"unreadable are {', '.join(skipped[:5])}{', ...' if len(skipped) > 5 else ''}"
         )
+    check_not_blank(inputs)
     found = samples_of(Samples(torch.stack(inputs), str(folder), tuple(skipped)), count=samples, shape=wanted.shape)
     if not kept:
         return found
@@ -92,6 +93,12 @@ def _order(count: int, wanted: int) -> Sequence[int]:
     """Order all positions: first ``wanted`` of them that are spread evenly, then the others, to make up for unreadable images."""
     chosen = [index * count // wanted for index in range(wanted)] if count > wanted else list(range(count))
     return chosen + sorted(set(range(count)) - set(chosen))
+
+
+def check_not_blank(images: Sequence[Tensor]) -> None:
+    """Refuse images of shape (channels, height, width) that are of one colour each (DataError)."""
+    if all(bool((image == image[:, :1, :1]).all()) for image in images):
+        raise DataError(f"all {len(images)} images are of one colour each, from which nothing can be learned; give photographs")
 
 
 def picture_of(image: Image.Image, size: tuple[int, int]) -> Tensor:

@@ -24,8 +24,8 @@ from flysurgery.walker import Cut
 Progress = Callable[[int, int, str], None]
 """Called with the number of updates done, their total, and a short text on the error."""
 
-TIMED = 5
-"""Updates at a rate of zero, which measure the time of one update."""
+TIMED = {"cuda": 5, "cpu": 1}
+"""Updates at a rate of zero, which measure the time of one update. A CPU takes seconds for each."""
 
 WARM_UP = 0.05
 """Share of the updates in which the rate grows."""
@@ -151,10 +151,11 @@ def _affordable(step: Step, settings: Settings, spent: float, device: torch.devi
     """Measure how many updates fit into the rest of the budget, by the time of a few at a rate of zero."""
     _wait(device)
     started = perf_counter()
-    for _ in range(TIMED):
+    count = TIMED.get(device.type, 1)
+    for _ in range(count):
         step.update(0.0)
     _wait(device)
-    each = (perf_counter() - started) / TIMED
+    each = (perf_counter() - started) / count
     return max(1, int((60 * settings.minutes - spent) * 0.97 / each))
 
 

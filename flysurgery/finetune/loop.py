@@ -289,5 +289,6 @@ def affordable(stepper: Stepper, batches: Batches, seconds: float, agreed: Calla
     with stepper.rehearsal():
         timed(1)
         each = agreed(timed(1))
-        each = agreed(timed(max(1, min(TIMED, int(seconds / 10 / each)))))
+        more = min(TIMED, int(seconds / 10 / each))
+        each = agreed(timed(more)) if more > 0 else each
     return max(1, int(agreed((seconds - (perf_counter() - started)) * (1 - SPARED) / each)))

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from flysurgery.calibration import Pictures, main_output, unchanged_state
 from flysurgery.errors import DataError, first_line
 from flysurgery.evaluation import Preparation, digits
-from flysurgery.evaluation.calibration import picture_of
+from flysurgery.evaluation.calibration import check_not_blank, picture_of
 from flysurgery.evaluation.data import image_files, read_image, read_many
 from flysurgery.surgery import classes_of
 from flysurgery.walker import example_input
@@ -195,6 +195,5 @@ def read_pictures(paths: Sequence[Path], wanted: Preparation, *, most: int = MOS
         raise DataError(f"none of the {len(paths)} images can be read, the first for this reason: {failed[0]}")
     if failed:
         _logger.warning("%s of %s images are left out, the first for this reason: %s", len(failed), len(paths), failed[0])
-    if all(bool((image == image[:, :1, :1]).all()) for image in images):
-        raise DataError(f"all {len(images)} images are of one colour each, from which nothing can be learned; give photographs")
+    check_not_blank(images)
     return Pictures.of_images(images, wanted.size, wanted.mean, wanted.std)

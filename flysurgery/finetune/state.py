@@ -83,11 +83,12 @@ class States:
         try:
             self._write(accelerator, fresh, update, notes, best)
         except Exception as error:  # each of accelerate's, torch's and safetensors' writers fails in its own way
-            last = self.last
+            last, free = self.last, shutil.disk_usage(self._folder).free
             shutil.rmtree(fresh, ignore_errors=True)
             kept = "no state was kept" if last is None else f"the last complete state, of update {last}, is kept"
             raise TrainingError(
-                f"the state of update {update} cannot be written into {self._folder}: {first_line(error)}; {kept}"
+                f"the state of update {update} cannot be written into {self._folder}, where {free / 1e6:.1f} MB are left; {kept}; "
+                f"the reason is: {first_line(error)}"
             ) from error
 
     def _write(self, accelerator: Accelerator, fresh: Path, update: int, notes: dict[str, Any], best: Copied | None) -> None:

@@ -43,12 +43,14 @@ def calibrated() -> Converted:
 
 def test_the_fidelity_is_what_was_measured_last_or_unknown(converted: Converted, calibrated: Converted, tmp_path: Path) -> None:
     card = card_of(tmp_path / "m", *converted)
-    assert UNKNOWN in card and "Fidelity to the dense model" not in card
+    assert UNKNOWN in card and "Fidelity to the dense model" not in card and "output errors" not in card
     model, report = calibrated
     facts = replace(report, fidelity=FOUND).to_json()
     card = card_of(tmp_path / "m", model, facts)
     numbers = "output cosine 0.971, token cosine 0.954, relative error 0.250, same top class 50.00%"
     assert f"- Fidelity to the dense model on 102 held-out samples of calibration data: {numbers}\n" in card and UNKNOWN not in card
+    errors = [row.calibration.output_error for row in report.replaced if row.calibration is not None]
+    assert f"- Relative output errors of the layers as calibrated, on held-out samples: {min(errors):.3f} to {max(errors):.3f}\n" in card
     card = card_of(tmp_path / "m", model, replace(report, fidelity=replace(FOUND, output_cosine=float("nan"))))
     assert "output cosine no number, token cosine 0.954" in card, "JSON has no NaN"
     run = {"data": "photos", "teacher": "dense", "scratch": False, "images": 6400, "updates": 100, "before": None, "after": None}

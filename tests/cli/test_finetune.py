@@ -15,7 +15,7 @@ import torch
 from flysurgery.checkpoint import load, load_dense
 from flysurgery.evaluation import evaluate, load_data
 from flysurgery.surgery import plan_of
-from tests.cli.conftest import RANDOM, TINY, Document, Refused, Run
+from tests.cli.conftest import RANDOM, TINY, Document, Refused, Run, tiny_model
 
 QUICK = ("--data", "digits", "--epochs", "1", "--batch-size", "256", "--cpu", "--workers", "0")
 
@@ -71,3 +71,10 @@ def test_what_is_refused(refused: Refused, converted: Path, images: Path) -> Non
     refused("finetune", converted, "--data", "nothing", "--out", "o", words=("nothing", "fractals"))
     refused("finetune", *RANDOM, *QUICK, "--out", "o", "--teacher", "vit_tinny", words=("vit_tinny",))
     refused("finetune", converted, "--data", images, "--cpu", "--out", "o", words=("no folder of images for each class", "--teacher MODEL"))
+
+
+def test_a_teacher_by_name_takes_the_options_that_describe_it(run: Run, converted: Path, images: Path) -> None:
+    torch.save(tiny_model().state_dict(), "dense.pt")
+    options = ("--data", images, "--minutes", "0.01", "--cpu", "--out", "o", "--teacher", *TINY, "--checkpoint", "dense.pt")
+    done = run("finetune", converted, *options)
+    assert done.code == 0 and "output cosine, 2 held-out samples" in done.out, done

@@ -152,7 +152,9 @@ def folder(tmp_path: Path) -> Path:
     for index in range(10):
         place = tmp_path / "images" / ("a" if index < 5 else "b/c")
         place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((20 + index, 40, 3), 25 * index, np.uint8)).save(place / f"{index}.png")
+        pixels = np.full((20 + index, 40, 3), 25 * index, np.uint8)
+        pixels[:, 20:] += 9
+        Image.fromarray(pixels).save(place / f"{index}.png")
     (tmp_path / "images" / "notes.txt").write_text("no image")
     return tmp_path / "images"
 
@@ -186,14 +188,18 @@ def test_unreadable_images_are_left_out_named_and_made_up_for(folder: Path) -> N
     [
         ("empty", None, "there are no images in"),
         ("images", None, "none of the 10 images"),
-        ("dogs", None, "there is no data set 'dogs'"),
+        ("dogs", None, "there is no data set 'dogs': expected 'digits', 'fractals' or a folder of images"),
+        ("blank", None, "all 3 images are of one colour each"),
         ("digits", 1500, "1500 were asked for and there are 1198"),
     ],
 )
 def test_nothing_to_read_is_refused(
     name: str, samples: int | None, words: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "empty").mkdir()
+    for name_of_folder in ("empty", "blank"):
+        (tmp_path / name_of_folder).mkdir()
+    for grey in (0, 99, 255):
+        Image.new("RGB", (20, 30), (grey, grey, 9)).save(tmp_path / "blank" / f"{grey}.png")
     for path in folder.rglob("*.png"):
         path.write_text("broken")
     monkeypatch.chdir(tmp_path)

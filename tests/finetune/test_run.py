@@ -188,7 +188,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_state(
         save(self, file)
 
     monkeypatch.setattr(Copied, "save", full)
-    with pytest.raises(TrainingError, match=r"of update 4 cannot be written.*No space left.*the last complete state, of update 2, is kept"):
+    with pytest.raises(TrainingError, match=r"of update 4 .* MB are left; the last complete state, of update 2, is kept; .*No space left"):
         taught(converted(0), photographs, replace(UNLABELLED, save_every=2), folder=tmp_path)
     assert states(tmp_path) == ["state-00000002"]
 
