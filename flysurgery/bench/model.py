@@ -15,10 +15,10 @@ from flysurgery.bench.measuring import MEASURED, Case, Protocol, checked_rows, o
 from flysurgery.bench.rows import Job, Record
 from flysurgery.bench.timing import TIMED_MODES
 from flysurgery.bench.variants import OPTIMIZED, chosen_backends, definitions, dense_linear, fused_modules, reset
-from flysurgery.errors import OptionError, PatternError
+from flysurgery.errors import OptionError
 from flysurgery.layers import ButterflyLinear, SplitLinear
-from flysurgery.patterns import Architecture, gonon, low_rank, monarch
-from flysurgery.surgery import ExampleInput, LayerPlan, Plan, Reason, grouped, install
+from flysurgery.patterns import Architecture
+from flysurgery.surgery import ExampleInput, LayerPlan, Plan, Reason, grouped, install, named_candidates
 
 WHOLE = "(model)"
 """Stands in the column ``layer`` of rows about the whole model."""
@@ -26,9 +26,6 @@ WHOLE = "(model)"
 DENSE, PLANNED, WHERE_FASTER = "dense", "converted", "converted where faster"
 
 CHECKED_ROWS = 256
-
-NBLOCKS = (2, 4, 8, 16)
-"""The numbers of Monarch blocks that are searched."""
 
 ROW = ("model", "batch", "mode", "device_type", "layer", "role", "layers", "calls", "rows", "out_features", "in_features", "architecture")
 MODEL_COLUMNS = (*ROW, "candidate", "backend", "planned", *MEASURED)
@@ -89,24 +86,14 @@ def groups_of(plan: Plan) -> list[Group]:
 
 
 def architectures_for(layer: LayerPlan) -> tuple[Architecture, ...]:
-    """List the architectures worth timing for a layer.
+    """List the architectures worth timing for a layer: those that a budget chooses from.
 
-    These are Monarch with 2, 4, 8 and 16 blocks and gonon where they fit, and low rank with as many weights, all with fewer weights than
-    dense. A layer in parts gets architectures that every part can take; there are none where its parts differ in size.
+    A layer in parts gets architectures that every part can take; there are none where its parts differ in size.
     """
     sizes = {part.stop - part.start for part in layer.parts if part.architecture is not None}
     if len(sizes) != 1 or any(part.architecture is None for part in layer.parts):
         return ()
-    out_features, in_features = sizes.pop(), layer.in_features
-    found: list[Architecture] = []
-    for make, arguments in (*((monarch, (nblocks,)) for nblocks in NBLOCKS), (gonon, ())):
-        try:
-            found.append(make(out_features, in_features, *arguments))
-        except PatternError:  # it does not fit these sizes
-            continue
-    ranks = [each.num_parameters // (out_features + in_features) for each in found]
-    found += [low_rank(out_features, in_features, rank) for rank in ranks if 0 < rank <= min(out_features, in_features)]
-    return tuple(dict.fromkeys(each for each in found if each.num_parameters < out_features * in_features))
+    return tuple(dict.fromkeys(named_candidates(sizes.pop(), layer.in_features).values()))
 
 
 def layer_head(settings: ModelSettings, group: Group) -> Record:

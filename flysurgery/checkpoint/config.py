@@ -83,7 +83,7 @@ def plan_in(config: Mapping[str, Any], folder: Path) -> Plan:
     except PlanError as error:
         raise CheckpointError(f"{file} holds a plan that cannot be used: {error}") from error
     changed = {name: value for name, value in config["model_args"].items() if name not in ("base", "base_args", "plan")}
-    return replace(plan, base_args={**plan.base_args, **changed})
+    return plan.with_arguments(changed)
 
 
 def describe(model: nn.Module, config: Mapping[str, Any], folder: Path) -> None:

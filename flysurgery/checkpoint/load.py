@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +156,7 @@ def _read(
     aliases = {} if header is None else header.aliases
     limits = Limits.of_stored(file.shapes.values(), len(file.shapes) + len(aliases))
     try:
-        model = build_shell(replace(plan, base_args={**plan.base_args, **overrides}), limits)
+        model = build_shell(plan.with_arguments(overrides), limits)
         _check_tensors(file, aliases, model)
     except (CheckpointError, ModelError, PlanError) as error:
         if isinstance(error, CheckpointError) and not overrides:

@@ -163,13 +163,13 @@ def _rebuilt(model: nn.Module) -> tuple[Plan, nn.Module]:
         plan = replace(plan, base=_known_base(plan.base))
         if is_of_transformers(model):  # a forward with labels, or a user, may have changed the configuration since
             config: Any = model.config
-            plan = replace(plan, base_args={**plan.base_args, **transformers_arguments(config.to_dict())})
+            plan = plan.with_arguments(transformers_arguments(config.to_dict()))
         limits = _limits(model)
         shell = build_shell(plan, limits)
         before = _traits(shell)
         changed = {name: value for name, value in _traits(model).items() if name in before and before[name] != value}
         if changed:
-            plan = replace(plan, base_args={**plan.base_args, **changed})
+            plan = plan.with_arguments(changed)
             shell = build_shell(plan, limits)
     except (ModelError, PlanError) as error:
         raise CheckpointError(f"the model could not be loaded again: {error}; {ADVICE}") from error

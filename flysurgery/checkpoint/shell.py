@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ def build_shell(plan: Plan, limits: Limits) -> nn.Module:
 
 def build_random(plan: Plan, overrides: Mapping[str, Any]) -> nn.Module:
     """The converted model with random weights, with ``overrides`` going over the arguments of its base."""
-    plan = replace(plan, base_args={**plan.base_args, **overrides})
+    plan = plan.with_arguments(overrides)
     model = build_base(_base(plan), plan.base_args)
     install(plan, model)
     for layer in plan.replaced:

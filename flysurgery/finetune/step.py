@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.data.mixup import Mixup
-from timm.loss.cross_entropy import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2, get_optimizer_class  # pyright: ignore[reportPrivateImportUsage]
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor, nn
@@ -31,13 +30,6 @@ if TYPE_CHECKING:
 
 UPDATES = 1 << 30
 """Sets the seeds of updates apart from those of epochs."""
-
-
-def class_loss(settings: Settings) -> nn.Module:
-    """Choose timm's cross-entropy for mixed or smoothed classes, PyTorch's for plain ones."""
-    if settings.mixes:
-        return SoftTargetCrossEntropy()
-    return LabelSmoothingCrossEntropy(settings.smoothing) if settings.smoothing else nn.CrossEntropyLoss()
 
 
 def logits_loss(
@@ -96,7 +88,8 @@ class Stepper:
         self._mixup = None
         if settings.mixes:
             self._mixup = Mixup(settings.mixup, settings.cutmix, label_smoothing=settings.smoothing, num_classes=max(1, num_classes))
-        self._class_loss = class_loss(settings)
+        # mixed classes are smoothed by what mixes them
+        self._class_loss = nn.CrossEntropyLoss(label_smoothing=0.0 if settings.mixes else settings.smoothing)
         self._rates = [torch.zeros((), device=accelerator.device) for _ in self._optimizer.param_groups] if captures else []
         self._captured = Captured([*model.parameters(), *model.buffers()]) if captures else None
 

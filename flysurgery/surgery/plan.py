@@ -229,6 +229,10 @@ class Plan:
         """The layers that surgery replaces, in the model's order."""
         return tuple(layer for layer in self.layers if layer.is_replaced)
 
+    def with_arguments(self, changed: Mapping[str, Any]) -> Plan:
+        """The plan whose dense model is built with these arguments, over those that it has."""
+        return replace(self, base_args={**self.base_args, **changed})
+
     def keeping(self, reasons: Mapping[str, Reason]) -> Plan:
         """The plan with these layers left dense for these reasons, by name, and without switches that no layer needs any more."""
         layers = tuple(
