@@ -94,4 +94,4 @@ def keep_states(folder: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    run_apart(__name__, keep_states.__name__, tmp_path)
+    run_apart(keep_states, tmp_path)

@@ -28,7 +28,7 @@ from flysurgery import ops
 from flysurgery.errors import InferenceError
 from flysurgery.inference import clock
 from tests.inference.models import SMALL, images, left
-from tests.support.processes import launch
+from tests.support.processes import two_processes
 
 pytestmark = pytest.mark.usefixtures("faster")
 
@@ -341,9 +341,9 @@ if rank == 0:
 
 
 def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
-    done = launch(tmp_path, PROGRAM)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
+    first, second = two_processes(tmp_path, PROGRAM)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    seen = json.loads(first.stdout)
     assert {kind: said for kind, (_, _, said) in seen.items()} == {
         "wrapped": "DistributedDataParallel cannot be traced; optimize the model in it, its module",
         "sharded": "the model's parameters are sharded already; optimize the model first, and shard it then",
