@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 from collections.abc import Callable
@@ -36,10 +37,16 @@ ALL = {"patch_embed", "patch_embed.proj", *(f"blocks.{n}.{part}" for n in (0, 1)
 
 
 def learning(*, convert: bool = False, **options: Any) -> nn.Module:
+    return copy.deepcopy(_learning(convert, tuple(options.items())))
+
+
+@functools.cache
+def _learning(convert: bool, options: tuple[tuple[str, Any], ...]) -> nn.Module:
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", **SMALL | options)
+    arguments = SMALL | dict(options)
+    model = timm.create_model("vit_tiny_patch16_224", **arguments)
     if convert:
-        flysurgery.convert(model, "monarch", base="vit_tiny_patch16_224", base_args=SMALL | options)
+        flysurgery.convert(model, "monarch", base="vit_tiny_patch16_224", base_args=arguments)
     return model.train()
 
 
