@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import resource
 import shutil
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ import timm
 import torch
 from torch import nn
 
-from flysurgery.checkpoint import build_base, check_base, save
+from flysurgery.checkpoint import build_base, check_base, load, save
 from flysurgery.checkpoint.meter import LimitError, Limits, metered
-from flysurgery.errors import ModelError
+from flysurgery.errors import CheckpointError, ModelError
 from tests.checkpoint.conftest import ARGUMENTS, BASE, TIMM_MODELS, VIT_PYTORCH, forge, install_random, need_recorded_arguments
+from tests.support.processes import run_apart
 
 
 def test_timm_base_equals_timm() -> None:
@@ -191,30 +192,25 @@ BOMBS: list[tuple[str, dict[str, Any]]] = [
     ("transformers:ViTModel", {"hidden_size": 1 << 20}),
 ]
 
-LOAD_ALL = """
-import json, resource, sys, time
-from pathlib import Path
-import flysurgery
-from flysurgery.errors import CheckpointError
 
-def taken():
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-folders, room = json.loads(sys.argv[1]), int(sys.argv[2])
-for valid, _ in folders:
-    flysurgery.load(valid)
-resource.setrlimit(resource.RLIMIT_AS, (taken() + room, resource.RLIM_INFINITY))
-for valid, folder in folders:
-    before = time.process_time()
-    try:
-        flysurgery.load(folder)
-        outcome = "loaded", ""
-    except CheckpointError as error:
-        outcome = "refused", str(error)
-    except BaseException as error:
-        outcome = type(error).__name__, str(error)[:300]
-    print(json.dumps([*outcome, time.process_time() - before]), flush=True)
-"""
+def load_all(folders: list[tuple[Path, Path]], results: Path) -> None:
+    """Load each second folder with little memory more than the first took, and write down what came of it."""
+    for valid, _ in folders:
+        load(valid)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES, resource.RLIM_INFINITY))
+    found = []
+    for _, folder in folders:
+        before = time.process_time()
+        try:
+            load(folder)
+            outcome = "loaded", ""
+        except CheckpointError as error:
+            outcome = "refused", str(error)
+        except BaseException as error:
+            outcome = type(error).__name__, str(error)[:300]
+        found.append([*outcome, time.process_time() - before])
+        results.write_text(json.dumps(found))
 
 
 def save_valid(base: str, arguments: dict[str, Any], folder: Path) -> Path:
@@ -238,11 +234,9 @@ def test_bombs_are_refused_in_a_process_whose_memory_is_limited(tmp_path: Path) 
     for number, (base, changes) in enumerate(BOMBS):
         folder = Path(shutil.copytree(valid[base], tmp_path / f"bomb{number}"))
         forge(folder, lambda plan, changes=changes: plan["base_args"].update(changes))
-        folders.append((str(valid[base]), str(folder)))
-    command = [sys.executable, "-c", LOAD_ALL, json.dumps(folders), str(MEMORY_BYTES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(BOMBS), done.stderr[-2000:]
+        folders.append((valid[base], folder))
+    run_apart(load_all, folders, tmp_path / "results")
+    found = json.loads((tmp_path / "results").read_text())
     for bomb, (outcome, message, seconds) in zip(BOMBS, found, strict=True):
         assert outcome == "refused", (bomb, outcome, message)
         assert "\n" not in message and len(message) <= 400, message

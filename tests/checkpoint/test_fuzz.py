@@ -32,7 +32,7 @@ from flysurgery.errors import CheckpointError
 from flysurgery.surgery import install, plan, plan_of
 from tests.checkpoint.conftest import ARGUMENTS, BASE, TIMM_MODELS, VIT_PYTORCH, need_recorded_arguments
 
-CASES = 1000
+CASES = 400
 MAX_MESSAGE = 400
 MAX_SECONDS = 3.0
 """The most computing that loading a damaged folder may take, on a slow machine."""

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -286,5 +287,5 @@ def save_a_model(home: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 @pytest.mark.parametrize("run", [replace_a_model, save_a_model], ids=lambda run: run.__name__)
-def test_killed_at_any_moment(run: object, tmp_path: Path) -> None:
-    run_apart(__name__, run.__name__, tmp_path)  # pyright: ignore
+def test_killed_at_any_moment(run: Callable[[Path], None], tmp_path: Path) -> None:
+    run_apart(run, tmp_path)

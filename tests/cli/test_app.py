@@ -131,7 +131,7 @@ def test_a_process_of_its_own_whose_reader_goes_away_is_no_noise() -> None:
 
 def test_a_process_of_its_own_that_is_refused(tmp_path: Path) -> None:
     """The whole way once: the installed command, its streams, its exit code."""
-    command = [SCRIPT, "convert", *RANDOM, "--include", "no_such_layer"]
+    command = [SCRIPT, "bench", "multiply", "--rounds", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("flysurgery: ") and done.stderr.count("\n") == 1, done.stderr

@@ -13,7 +13,7 @@ from PIL import Image
 from flysurgery.checkpoint import build_base, load, save_dense
 from tests.cli.conftest import Document, Run
 
-BASE, ARGUMENTS = "vit_tiny_patch16_224", {"img_size": 64, "depth": 2, "num_classes": 10}
+BASE, ARGUMENTS = "vit_tiny_patch16_224", {"img_size": 32, "patch_size": 8, "embed_dim": 64, "num_heads": 2, "depth": 2, "num_classes": 10}
 CLASSES, TRAIN, VAL = 10, 12, 4
 
 
@@ -33,7 +33,7 @@ def stand_in(run: Run, tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             for index in range(count):
                 coarse = Image.fromarray(draw.integers(0, 255, (10, 12, 3), np.uint8))
-                coarse.resize((300, 250), Image.Resampling.BICUBIC).save(folder / f"{part}_{index:04}.JPEG")
+                coarse.resize((60, 50), Image.Resampling.BICUBIC).save(folder / f"{part}_{index:04}.JPEG")
     (tmp_path / "photos").mkdir()
     for number, path in enumerate(sorted((tmp_path / "imagenet" / "train").glob("*/*0.JPEG"))):
         path.rename(tmp_path / "photos" / f"{number}.jpg")
@@ -75,4 +75,4 @@ def test_from_weights_to_an_evaluated_folder(document: Document) -> None:
     assert {"output_cosine", "token_cosine", "relative_error", "agreement", "blocks"} <= fidelity.keys()
     assert fidelity["relative_error"] == pytest.approx(tuned["fidelity_after"]["relative_error"], rel=1e-3)
     with torch.inference_mode():
-        assert load("tuned")(torch.zeros(1, 3, 64, 64)).shape == (1, CLASSES)
+        assert load("tuned")(torch.zeros(1, 3, 32, 32)).shape == (1, CLASSES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from flysurgery.checkpoint import load
 from flysurgery.cli.processes import device_of_process
 from flysurgery.errors import OptionError
 from tests.cli.conftest import RANDOM, Refused
-from tests.support.processes import launch
+from tests.support.processes import launch, two_processes
 
 PROGRAM = """
 import os, signal, sys
@@ -59,14 +60,14 @@ def test_two_processes_make_one_folder_and_one_report(images: Path, tmp_path: Pa
 @pytest.mark.usefixtures("images")
 @pytest.mark.parametrize("how", ["unlucky", "killed"])
 def test_where_one_fails_both_end_and_nothing_is_written(how: str, tmp_path: Path) -> None:
-    done = launch(tmp_path, PROGRAM, how, *FIT)
-    assert done.returncode == 1 and done.stdout == ""
-    assert left(tmp_path) == ["images", "program.py"]
-    said = told(done.stderr)
-    if how == "killed":  # the launcher ends the other process too, before it says why it cannot go on, or after
-        assert len(said) <= 1 and all("another process of this run has ended" in line for line in said)
+    first, second = two_processes(tmp_path, PROGRAM, how, *FIT)
+    assert first.stdout == second.stdout == "" and left(tmp_path) == ["images", "program.py"]
+    said = told(first.stderr + second.stderr)
+    assert first.returncode == 1 and len(said) == 1, said
+    if how == "killed":
+        assert second.returncode == -signal.SIGKILL and "another process of this run has ended" in said[0]
     else:
-        assert len(said) == 1 and said[0].startswith("flysurgery: this process has bad luck")
+        assert second.returncode == 1 and said[0].startswith("flysurgery: this process has bad luck")
 
 
 def test_several_processes_without_work_to_share_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:

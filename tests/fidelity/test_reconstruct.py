@@ -20,7 +20,7 @@ from flysurgery.calibration import Samples
 from flysurgery.errors import DataError, OptionError, SurgeryError
 from flysurgery.fidelity import Settings, measure_fidelity, reconstruct
 from flysurgery.walker import Cut, find_cuts, survey
-from tests.support.processes import launch
+from tests.support.processes import two_processes
 
 SHORT = Settings(minutes=60, batch=8)
 Make = Callable[[], nn.Module]
@@ -205,9 +205,9 @@ if rank == 0:
 
 def fitted(folder: Path, kind: str) -> list[dict[str, Any]]:
     """What each of the two processes found, which is one result, closer than the start."""
-    done = launch(folder, FIT, kind)
-    assert done.returncode == 0, done.stderr[-2000:]
-    first, second = json.loads(done.stdout.splitlines()[-1])
+    done = two_processes(folder, FIT, kind)
+    assert [each.returncode for each in done] == [0, 0], [each.stderr[-2000:] for each in done]
+    first, second = json.loads(done[0].stdout.splitlines()[-1])
     same = ("whole", "sum", "history", "updates", "batch", "kept", "seen", "said")
     assert [first[name] for name in same] == [second[name] for name in same]
     assert first["updates"] == 40 and first["batch"] == 16 and first["kept"] > 0

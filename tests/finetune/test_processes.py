@@ -18,7 +18,7 @@ from flysurgery.finetune import Settings, train, training_data
 from flysurgery.finetune.devices import accelerator_for
 from flysurgery.finetune.state import States
 from tests.finetune.conftest import BASE, HEADLESS, built, check_same
-from tests.support.processes import kills, launch, run_apart
+from tests.support.processes import kills, run_apart, two_processes
 
 PROGRAM = """
 import json, sys, torch, flysurgery
@@ -49,9 +49,9 @@ def test_two_processes_are_one_with_twice_the_batch_and_agree_on_the_budget_and_
     save(converted(), tmp_path / "labelled")
     save(converted(0), tmp_path / "model")
     save_dense(built(num_classes=0), tmp_path / "dense", BASE, HEADLESS, force=False)
-    done = launch(tmp_path, PROGRAM, photographs, json.dumps(asdict(settings)))
-    assert done.returncode == 0, done.stderr
-    both, first, again = json.loads(done.stdout.splitlines()[-1])
+    done = two_processes(tmp_path, PROGRAM, photographs, json.dumps(asdict(settings)))
+    assert [each.returncode for each in done] == [0, 0], [each.stderr[-2000:] for each in done]
+    both, first, again = json.loads(done[0].stdout.splitlines()[-1])
     model, larger = converted(), replace(settings, batch_size=16)
     alone = train(model, training_data("fractals", model, larger), larger)
     assert both["processes"] == 2 and both["updates"] == alone.updates == 3 and both["images"] == alone.images == 48
@@ -94,4 +94,4 @@ def keep_states(folder: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    run_apart(__name__, keep_states.__name__, tmp_path)
+    run_apart(keep_states, tmp_path)

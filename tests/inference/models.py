@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import timm
@@ -34,8 +35,13 @@ def ready(model: nn.Module, *, convert: bool = True, **options: Any) -> nn.Modul
 
 
 def small(name: str = "vit_tiny_patch16_224", *, convert: bool = True, **options: Any) -> nn.Module:
-    """One of timm's ViTs, small and ready."""
-    arguments = SMALL | options  # which older versions of timm do not keep
+    """One of timm's ViTs, small and ready, of which each call gives a copy."""
+    return copy.deepcopy(_small(name, convert, tuple(options.items())))
+
+
+@functools.cache
+def _small(name: str, convert: bool, options: tuple[tuple[str, Any], ...]) -> nn.Module:
+    arguments = SMALL | dict(options)  # which older versions of timm do not keep
     named = {"base": name, "base_args": arguments} if convert else {}
     return ready(timm.create_model(name, **arguments), convert=convert, **named)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from flysurgery import ops
 from flysurgery.errors import InferenceError
 from flysurgery.inference import clock
 from tests.inference.models import SMALL, images, left
-from tests.support.processes import launch
+from tests.support.processes import two_processes
 
 pytestmark = pytest.mark.usefixtures("faster")
 
@@ -36,10 +37,16 @@ ALL = {"patch_embed", "patch_embed.proj", *(f"blocks.{n}.{part}" for n in (0, 1)
 
 
 def learning(*, convert: bool = False, **options: Any) -> nn.Module:
+    return copy.deepcopy(_learning(convert, tuple(options.items())))
+
+
+@functools.cache
+def _learning(convert: bool, options: tuple[tuple[str, Any], ...]) -> nn.Module:
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", **SMALL | options)
+    arguments = SMALL | dict(options)
+    model = timm.create_model("vit_tiny_patch16_224", **arguments)
     if convert:
-        flysurgery.convert(model, "monarch", base="vit_tiny_patch16_224", base_args=SMALL | options)
+        flysurgery.convert(model, "monarch", base="vit_tiny_patch16_224", base_args=arguments)
     return model.train()
 
 
@@ -341,9 +348,9 @@ if rank == 0:
 
 
 def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
-    done = launch(tmp_path, PROGRAM)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
+    first, second = two_processes(tmp_path, PROGRAM)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    seen = json.loads(first.stdout)
     assert {kind: said for kind, (_, _, said) in seen.items()} == {
         "wrapped": "DistributedDataParallel cannot be traced; optimize the model in it, its module",
         "sharded": "the model's parameters are sharded already; optimize the model first, and shard it then",

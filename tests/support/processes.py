@@ -1,36 +1,101 @@
-"""Two processes of one program, as ``torchrun`` starts them, and writes that are killed at any moment."""
+"""Processes of one program, and writes that are killed at any moment.
+
+Only ``launch`` starts a fresh interpreter. The others are forked from a process without threads that has imported the package once.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from itertools import count
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed import TCPStore
+
 ROOT = str(Path(__file__).parents[2])
+SECONDS = 300
+
+_APART = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+_APART.set_forkserver_preload(["torch", "timm", "transformers", "flysurgery", "tests.checkpoint.conftest"])
 
 
 def launch(folder: Path, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run ``program`` in two processes with ``folder`` as their working directory, where it lies as ``program.py`` then."""
+    """Run ``program`` in two processes by ``torchrun`` with ``folder`` as their working directory, where it lies as ``program.py`` then."""
     (folder / "program.py").write_text(program)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py", *map(str, arguments)]
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         try:
-            out, err = launcher.communicate(timeout=300)
+            out, err = launcher.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             launcher.terminate()  # by which it ends the processes that it started; a kill would leave them
             raise
     return subprocess.CompletedProcess(command, launcher.returncode, out, err)
 
 
-RANDOM_KILLS = 20
+def two_processes(folder: Path, program: str, *arguments: object) -> list[subprocess.CompletedProcess[str]]:
+    """Run ``program`` in two processes as ``launch`` does, without a launcher that ends one when the other fails; what each did."""
+    file = folder / "program.py"
+    file.write_text(program)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as the launcher of torchrun keeps one
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    launched |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    argv, outputs = [str(file), *map(str, arguments)], [folder / f".{rank}" for rank in range(2)]
+    ranks = [launched | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    started = [_start(_run_program, argv, folder, environment, out) for environment, out in zip(ranks, outputs, strict=True)]
+    found = []
+    for code, out in zip(_exit_codes(started), outputs, strict=True):
+        texts = [out.with_suffix(suffix) for suffix in (".out", ".err")]
+        found.append(subprocess.CompletedProcess(argv, code, *(text.read_text() for text in texts)))
+        for text in texts:
+            text.unlink()
+    return found
+
+
+def _run_program(argv: list[str], folder: Path, environment: dict[str, str], out: Path) -> None:
+    os.chdir(folder)
+    os.environ |= environment
+    for suffix, stream in ((".out", 1), (".err", 2)):
+        os.dup2(os.open(out.with_suffix(suffix), os.O_CREAT | os.O_WRONLY), stream)
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def _start(target: Callable[..., None], *arguments: object) -> BaseProcess:
+    process = _APART.Process(target=_alone, args=(target, *arguments))
+    process.start()
+    return process
+
+
+def _alone(target: Callable[..., None], *arguments: object) -> None:
+    torch.set_num_threads(1)  # others would not be there after the next fork
+    target(*arguments)
+
+
+def _exit_codes(started: list[BaseProcess]) -> list[int]:
+    """Wait for processes, and end those that take too long."""
+    end = time.monotonic() + SECONDS
+    for process in started:
+        process.join(max(0.0, end - time.monotonic()))
+    late = [process for process in started if process.exitcode is None]
+    for process in late:
+        process.kill()
+    assert not late, f"{len(late)} of {len(started)} processes did not end within {SECONDS} s"
+    return [process.exitcode for process in started if process.exitcode is not None]
+
+
+RANDOM_KILLS = 8
 _CHANGES = ("os.mkdir", "os.rename", "os.chmod", "os.remove", "os.rmdir")
 
 
@@ -82,10 +147,16 @@ def _ended_by_kill(child: int) -> bool:
     return code != 0
 
 
-def run_apart(module: str, function: str, folder: Path) -> None:
-    """Call ``module.function(folder)`` in a process of its own, which has no other threads."""
-    root = str(Path(__file__).parents[2])
-    program = f"import sys; from pathlib import Path; from {module} import {function} as run; run(Path(sys.argv[1]))"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
-    found = subprocess.run([sys.executable, "-c", program, str(folder)], env=environment, check=False, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+def run_apart(function: Callable[..., object], *arguments: object) -> None:
+    """Call a module's function in a process of its own, which has no other threads."""
+    read, write = _APART.Pipe(duplex=False)
+    (code,) = _exit_codes([_start(_tell_errors, write, function, arguments)])
+    assert code == 0, read.recv() if read.poll() else f"the process ended with {code}"
+
+
+def _tell_errors(told: Any, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    try:
+        function(*arguments)
+    except BaseException:
+        told.send(traceback.format_exc())
+        sys.exit(1)
