@@ -14,7 +14,7 @@ import torch
 from flysurgery.gpu.attention import ring_attention
 from flysurgery.gpu.compile import compile_cubin, kernel_path
 from flysurgery.gpu.dense_tiling import Patch, dense_tiling, stream_tiling
-from flysurgery.gpu.factor_by_factor import wide_middle, wide_tilings
+from flysurgery.gpu.factor_by_factor import group_tilings, wide_middle, wide_tilings
 from flysurgery.gpu.few_rows import few_rows_tilings
 from flysurgery.gpu.ffn_float_tiling import float_ffn_tiling
 from flysurgery.gpu.ffn_tiling import ffn_tiling
@@ -66,10 +66,11 @@ def dense(outputs: int, mode: str, *, gated: bool = False) -> Defines:
     return made(dense_tiling(768, outputs, mode, LIMIT, gated=gated)).defines("silu", residual=not gated)
 
 
-def block(place: int) -> Defines:
-    """One factor of a feed-forward block."""
-    activation = ACTIVATIONS.index("gelu" if place == 1 else "none")
-    return made(wide_tilings(*WIDE, LIMIT))[place].defines(place % 2, activation, norm=place == 0, residual=place == 3, scaled=place == 3)
+def blocks(place: int, architectures: tuple[Architecture, ...]) -> Defines:
+    """One factor of a feed-forward block of two layers, or of three linears that share x."""
+    tiles = made(wide_tilings(*architectures, LIMIT) if len(architectures) == 2 else group_tilings(*architectures, 3, LIMIT))
+    activation = ACTIVATIONS.index("gelu" if place == 1 and len(architectures) == 2 else "none")
+    return tiles[place].defines(place % 2, activation, norm=place == 0, residual=place == 3, scaled=place == 3)
 
 
 def single(pattern: Pattern, mode: str, *, aligned: bool = True) -> Defines:
@@ -94,17 +95,24 @@ KERNELS: dict[str, tuple[int, Variants]] = {
     # Spills at the end, where scaled sums and the rows to be added are held together.
     "fused_ffn": (
         128,
-        {"fp16": lambda: whole_ffn(gonon(768, 192), gonon(192, 768), "fp16", "gelu", scaled=True)},
+        {
+            "fp16": lambda: whole_ffn(gonon(768, 192), gonon(192, 768), "fp16", "gelu", scaled=True),
+            "bf16": lambda: whole_ffn(monarch(1536, 384), monarch(384, 1536), "bf16", "gelu_tanh", scaled=True),
+        },
     ),
     # Spills outside of the loop over pieces of hidden units.
     "ffn_floats": (
         96,
-        {"fp32": lambda: whole_ffn(monarch(768, 192), monarch(192, 768), "fp32", "silu", scaled=True)},
+        {
+            "fp32": lambda: whole_ffn(monarch(768, 192), monarch(192, 768), "fp32", "silu", scaled=True),
+            "tf32": lambda: whole_ffn(monarch(1536, 384), monarch(384, 1536), "tf32", "gelu_tanh", scaled=False),
+        },
     ),
     # Spills of three classes of outputs at once, and of activations in float32.
     "block_linear": (
         96,
-        {f"factor {place} of a block": lambda place=place: block(place) for place in (0, 1, 3)},
+        {f"factor {place} of a block": lambda place=place: blocks(place, WIDE) for place in range(4)}
+        | {"factor 0 of a group": lambda: blocks(0, (gonon(768, 768),))},
     ),
     "ffn_middle": (0, {"gelu": lambda: made(wide_middle(*WIDE, LIMIT)).defines(0, ACTIVATIONS.index("gelu"))}),
     # Spills of patches of 8x8: their few inputs leave room for the widest tile.
@@ -152,8 +160,14 @@ KERNELS: dict[str, tuple[int, Variants]] = {
         },
     ),
     "multiply_out": (0, {"three of halves": lambda: macros(gonon(384, 384), torch.bfloat16, 3)}),
-    "norm_gradient": (0, {"halves": lambda: {"COLUMNS": 1024, "MODE": 1}}),
-    "row_sums": (0, {"gelu": lambda: {"COLUMNS": 1536, "MODE": 1, "ACTIVATION": ACTIVATIONS.index("gelu")}}),
+    "norm_gradient": (0, {f"mode {mode}": lambda mode=mode: {"COLUMNS": 1024, "MODE": mode} for mode in range(3)}),
+    "row_sums": (
+        0,
+        {
+            name: lambda name=name: {"COLUMNS": 1536, "MODE": 1, "ACTIVATION": ACTIVATIONS.index(name)}
+            for name in ("none", "gelu", "gelu_tanh", "silu")
+        },
+    ),
     "gather": (0, {"nine": lambda: {"SLOTS": 9, "SOURCE": 0, "TARGET": 1}}),
     "transpose": (0, {"odd": lambda: Transposition(2, 19, 3).defines(torch.bfloat16, aligned=False)}),
     "gated": (0, {"silu": lambda: {"COLUMNS": 2048, "MODE": 2, "ACTIVATION": ACTIVATIONS.index("silu")}}),
