@@ -15,11 +15,12 @@ import flysurgery
 from flysurgery.errors import InferenceError, OptionError, PlanError
 from flysurgery.gpu.parts import FusedFactors
 from flysurgery.inference import Setting, choose_measured, clock, measure_groups
+from flysurgery.inference.standin import StandIn
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import FeedForward
 from flysurgery.patterns import Architecture, monarch
 from flysurgery.surgery import Plan
-from tests.inference.models import images, small
+from tests.inference.models import images, left, small
 from tests.support.tolerance import assert_equal
 
 MONARCH_2 = {monarch(48, 48, 2), monarch(192, 48, 2), monarch(48, 192, 2)}
@@ -214,3 +215,55 @@ def test_delayed_calls_do_not_decide(monkeypatch: pytest.MonkeyPatch, ms: float)
     found = clock.medians_ms((way("slow", 2 * ms, range(0)), way("fast", ms, range(1, 5))), [torch.zeros(1)])
     assert found == pytest.approx((2 * ms, ms))
     assert calls["slow"] == calls["fast"] >= 10 and (ms > 1 or calls["fast"] > 50)
+
+
+def test_a_slower_kernel_is_left_with_both_times_at_the_given_batch(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, model = set[tuple[int, ...]](), small()
+
+    def medians(ways: tuple[object, ...], inputs: tuple[Tensor, ...], **_: object) -> tuple[float, float]:
+        shapes.update(tuple(each.shape) for each in inputs)
+        return 1.0, 1.5
+
+    monkeypatch.setattr(clock, "medians_ms", medians)
+    report = flysurgery.optimize(model, images(model, 5))
+    assert report.fused == () and {*left(report).values()} == {"slower"}
+    assert (report.rows[0].plain_ms, report.rows[0].fused_ms) == (1.0, 1.5)
+    assert not any(isinstance(module, StandIn) for module in model.modules())
+    assert shapes == {(5, 3, 32, 32), (5, 2, 17, 24), (5 * 17, 48)}
+
+
+def test_what_makes_the_whole_model_slower_is_taken_back_the_least_gain_first(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups gain half a millisecond to 4 by themselves; together they lose as long as more than two kinds are fused."""
+    gains = {
+        "Attention": 0.5,
+        "NormLinear": 1.0,
+        "LinearResidual": 2.0,
+        "Patches": 3.0,
+        "Embedding": 3.5,
+        "FeedForward": 4.0,
+    }
+    model = small()
+    x = images(model)
+    before = model(x)
+
+    def medians(ways: tuple[Any, ...], inputs: tuple[Tensor, ...], **_: object) -> tuple[float, float]:
+        if ways[0] is not model:
+            return 10.0, 10.0 - gains[type(ways[0].__self__).__name__.removesuffix("Step")]
+        called.clear()
+        assert_equal(ways[1](*inputs), ways[0](*inputs))
+        return 10.0, 11.0 if len(set(called)) > 2 else 10.0
+
+    monkeypatch.setattr(clock, "medians_ms", medians)
+    report = flysurgery.optimize(model, x)
+    assert report.whole_ms == (10.0, 10.0) and "takes 10 ms now" in str(report)
+    assert {row.group for row in report.fused} == {"patches", "ffn"}
+    slower = {row.group for row in report.rows if row.reason and row.reason.code == "slower-model"}
+    assert slower == {"qkv", "attention", "attn_out"}
+    called.clear()
+    assert_equal(model(x), before)
+    assert called == ["patch_embedding", "ffn", "ffn"]
+    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (1.0, 2.0) if isinstance(ways[0], nn.Module) else (2.0, 1.0))
+    flysurgery.restore(model)
+    report = flysurgery.optimize(model, x)
+    assert not report.fused and report.whole_ms is None
+    assert not any(isinstance(module, StandIn) for module in model.modules())
