@@ -12,6 +12,7 @@ from flysurgery.fidelity.reconstruction import reconstruct as reconstruct
 from flysurgery.fidelity.settings import MINUTES as MINUTES
 from flysurgery.fidelity.settings import OUTPUT_WEIGHT as OUTPUT_WEIGHT
 from flysurgery.fidelity.settings import REACH as REACH
+from flysurgery.fidelity.settings import VIEWS as VIEWS
 from flysurgery.fidelity.settings import Settings as Settings
 from flysurgery.fidelity.settings import moments as moments
 from flysurgery.fidelity.settings import rate_for as rate_for

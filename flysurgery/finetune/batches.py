@@ -17,7 +17,7 @@ from flysurgery.calibration import Pictures
 from flysurgery.errors import DataError, OptionError
 from flysurgery.evaluation import Fractals, Preparation
 from flysurgery.evaluation.data import MAX_WORKERS, sentence_of
-from flysurgery.fidelity import views
+from flysurgery.fidelity import VIEWS, views
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import BATCH, Settings
 
@@ -61,11 +61,11 @@ def policy_of(settings: Settings) -> str | None:
     return f"{policy}-mmax9" if policy is not None and "-inc1" in policy and "-mmax" not in policy else policy
 
 
-def batch_size_of(settings: Settings, images: int, processes: int) -> int:
-    """Give the batch that was asked for, or else ``BATCH`` images, or as many as there are for each process."""
+def batch_size_of(settings: Settings, images: int, processes: int, usual: int = BATCH) -> int:
+    """Give the batch that was asked for, or else the ``usual`` one, or as many images as there are for each process."""
     if settings.batch_size is not None:
         return settings.batch_size
-    size = max(1, min(BATCH, images // processes))
+    size = max(1, min(usual, images // processes))
     return size - size % 2 if settings.mixes and size > 1 else size
 
 
@@ -156,10 +156,14 @@ class GeneratedBatches(Batches):
 
 
 class ViewedBatches(Batches):
-    """Random views of pictures in memory, made on the device; what an epoch shows follows from the seed, its number and the process."""
+    """Random views of pictures in memory, made on the device; what an epoch shows follows from the seed, its number and the process.
+
+    An update has as many of them as one of a reconstruction, unless the settings say otherwise.
+    """
 
     def __init__(self, pictures: Pictures, settings: Settings, here: Process) -> None:
-        size = batch_size_of(settings, len(pictures), here.processes)
+        usual = VIEWS["cuda" if here.device.type == "cuda" else "cpu"]
+        size = batch_size_of(settings, len(pictures), here.processes, usual)
         super().__init__(size, len(pictures) // (size * here.processes), settings, here)
         self._pictures = pictures.to(here.device)
 
