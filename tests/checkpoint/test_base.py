@@ -118,6 +118,20 @@ def test_bytes_are_refused_before_they_are_taken(build: str, device: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"depth": 1, "inner": {"num_layers": 100_000}}, "num_layers is 100000, and models have at most"),
+        ({"window_size": (7, 500)}, "window_size is 500, and the tensors that are stored allow windows of at most"),
+        ({"names": ["a"] * 20, "count": 10_000}, "10000 times what names lists is too much for the tensors that are stored"),
+    ],
+)
+def test_arguments_that_would_loop_in_python_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(LimitError, match=words):
+        LIMITS.check_arguments(arguments)
+    LIMITS.check_arguments({"depth": 12, "window_size": (2, 2), "names": ["a"] * 20, "count": 1000})
+
+
+@pytest.mark.parametrize(
     ("what", "build"),
     [
         ("parameter tensors", lambda: [nn.LayerNorm(1) for _ in range(3)]),
