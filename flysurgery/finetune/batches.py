@@ -162,8 +162,7 @@ class ViewedBatches(Batches):
     """
 
     def __init__(self, pictures: Pictures, settings: Settings, here: Process) -> None:
-        usual = VIEWS["cuda" if here.device.type == "cuda" else "cpu"]
-        size = batch_size_of(settings, len(pictures), here.processes, usual)
+        size = batch_size_of(settings, len(pictures), here.processes, VIEWS.get(here.device.type, VIEWS["cpu"]))
         super().__init__(size, len(pictures) // (size * here.processes), settings, here)
         self._pictures = pictures.to(here.device)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import numpy as np
@@ -149,8 +148,8 @@ def _places(tile: FfnTiling, scaled: bool, device: torch.device) -> Tensor:  # s
     hidden units stand before the third factor's of the present one.
     """
     indices, (hidden_columns, out_columns) = panel_indices(tile)
-    starts = np.cumsum([1, *[math.prod(factor.factor_shape) for factor in tile.factors]]).tolist()
-    first, second, third, last = (_shifted(index, start) for index, start in zip(indices, starts, strict=False))
+    starts = np.cumsum([1, *[factor.nnz for factor in tile.factors]]).tolist()
+    first, second, third, last = (_shifted(index, start) for index, start in zip(indices, starts[:4], strict=True))
     outputs = tile.factors[3].out_features
     bias = starts[4] + 2 * tile.factors[1].out_features
     middle = _of_floats(hidden_columns, starts[4])
