@@ -134,7 +134,7 @@ def reconstruct(
                     if done in looks or ends:
                         found = judged()
                         history.append((done, found.relative_error))
-                        if found.relative_error < after.relative_error:
+                        if found.is_better_than(after):
                             kept, after = done, found
                             best.take()
                         if ends or not math.isfinite(found.relative_error):

@@ -216,7 +216,7 @@ class Loop:
         """See how good the model is, and keep it where it is the best so far."""
         look = self.judge.look(stepper.model, stepper.bare, accuracy=self.data.labelled)
         new, old = look.fidelity, self.notes.last.fidelity
-        if self._best is None or (new is not None and old is not None and new.relative_error < old.relative_error):
+        if self._best is None or (new is not None and old is not None and new.is_better_than(old)):
             self.notes = replace(self.notes, last=look, kept=done)
             if self._best is not None:
                 self._best.take()
