@@ -42,8 +42,12 @@ class Muon(torch.optim.Optimizer):
     """Moves each parameter by about ``lr`` times its size at the start, so that one rate serves parameters of all sizes.
 
     A factor of pattern (a, b, c, d) is a·d dense blocks of b×c; each of them, and each dense matrix, moves by an orthogonal matrix along
-    the mean gradient. Vectors, scales and embeddings move as Adam moves them. Makes no use of weight decay. ``lr`` may be a tensor
-    of one number, for a step that a CUDA graph replays; nothing is read from the device.
+    the mean gradient. Vectors, scales and embeddings move as Adam moves them, and are pulled back to their start, so that they end within
+    about their size of it. Makes no use of weight decay. ``lr`` may be a tensor of one number, for a step that a CUDA graph replays;
+    nothing is read from the device.
+
+    The pull holds what has no gradient but rounding errors, which Adam makes as large as any other: the bias of keys adds the same to all
+    scores of a query, so that no output depends on it. Nothing else would keep it from growing until half precision loses the keys.
 
     Args:
         parameters: groups as ``parameter_groups`` makes them; the keys "size" and "block" are used.
@@ -67,8 +71,9 @@ class Muon(torch.optim.Optimizer):
                 continue
             gradients = [parameter.grad.float() for parameter in members]
             block = group["block"]
-            moves = self._adam(members, gradients) if block is None else self._orthogonal(members, gradients, *block)
-            torch._foreach_mul_(moves, group["lr"] * group["size"])
+            size = group["size"]
+            moves = self._adam(members, gradients, size) if block is None else self._orthogonal(members, gradients, *block)
+            torch._foreach_mul_(moves, group["lr"] * size)
             torch._foreach_sub_(members, moves)
         return loss
 
@@ -82,13 +87,25 @@ class Muon(torch.optim.Optimizer):
         size = math.sqrt(max(rows, columns))
         return [_from_blocks(block, parameter.shape) * size for block, parameter in zip(moved, members, strict=True)]
 
-    def _adam(self, members: list[nn.Parameter], gradients: list[Tensor]) -> list[Tensor]:
-        """Give Adam's moves without its correction of the first steps, which makes them at most 2.1 times as long with these betas."""
+    def _adam(self, members: list[nn.Parameter], gradients: list[Tensor], size: float) -> list[Tensor]:
+        """Give Adam's moves and the pull to the start.
+
+        They lack Adam's correction of the first steps, which makes them at most 2.1 times as long with these betas.
+        """
         first, second = BETAS
+        start = [self._start(parameter) for parameter in members]
         mean, square = ([self._kept(parameter, name) for parameter in members] for name in ("mean", "square"))
         torch._foreach_lerp_(mean, gradients, 1 - first)
         torch._foreach_lerp_(square, torch._foreach_mul(gradients, gradients), 1 - second)
-        return list(torch._foreach_div(mean, torch._foreach_add(torch._foreach_sqrt(square), EPSILON)))
+        moves = torch._foreach_div(mean, torch._foreach_add(torch._foreach_sqrt(square), EPSILON))
+        away = torch._foreach_sub([parameter.float() for parameter in members], start)
+        return list(torch._foreach_add(moves, away, alpha=1 / size))
+
+    def _start(self, parameter: nn.Parameter) -> Tensor:
+        state = self.state[parameter]
+        if "start" not in state:
+            state["start"] = parameter.detach().float().clone()
+        return state["start"]
 
     def _kept(self, parameter: nn.Parameter, name: str) -> Tensor:
         state = self.state[parameter]

@@ -187,6 +187,16 @@ def test_a_step_moves_each_parameter_by_its_size_times_the_rate_and_each_block_o
     assert moved[1] > 0 and moved[0] == moved[2] == 0
 
 
+def test_a_vector_whose_gradient_is_rounding_error_stays_within_its_size_of_its_start() -> None:
+    torch.manual_seed(0)
+    bias = nn.Parameter(torch.full((8,), 4.0))
+    optimizer, start = Muon([{"params": [bias], "size": 4.0}], lr=1e-2), bias.detach().clone()
+    for _ in range(1000):
+        bias.grad = torch.full_like(bias, 1e-9)
+        optimizer.step()
+    assert 2.0 < float((bias.detach() - start).abs().max()) < 4.5, "without a pull it moves by 40"
+
+
 @pytest.mark.parametrize("rate", [1e-2, torch.tensor(1e-2)])
 def test_a_state_that_is_loaded_goes_on_with_the_same_steps(rate: float | Tensor) -> None:
     whole, begun, resumed = networks = [model() for _ in range(3)]
