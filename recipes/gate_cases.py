@@ -19,9 +19,10 @@ from vit_parts import VARIANTS, step_case
 from vit_units import parts
 
 from flysurgery.bench import Case, Protocol, Record, in_mode, measure, take_stamp
-from flysurgery.bench.measuring import NOISE, checked_rows, one_line
+from flysurgery.bench.measuring import NOISE, checked_rows
 from flysurgery.bench.rows import cell
 from flysurgery.bench.variants import by_definition, dense_copy
+from flysurgery.errors import first_line
 from flysurgery.factors import factors_to_dense, ks_einsum
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture, Pattern
@@ -163,7 +164,7 @@ def work(entries: Sequence[Entry], device: torch.device) -> None:
                             case = entry.case(device, dtype)
                         rows = turn(entry, case)
                 except Exception as error:  # one case's failure is its row
-                    rows = [_row(entry, own, f"failed: {one_line(error)}") for own in entry.own]
+                    rows = [_row(entry, own, f"failed: {first_line(error)}") for own in entry.own]
             stamp = stamp or asdict(take_stamp(device))
             texts = [{name: cell(value) for name, value in (row | stamp).items()} for row in rows]
             print(json.dumps(texts), file=answers, flush=True)

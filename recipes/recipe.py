@@ -21,13 +21,13 @@ from energy import WINDOW_SECONDS, EnergyMeter, with_joules
 from torch import Tensor
 
 from flysurgery.bench import Case, Protocol, Record, modes_of, rows_of_case
-from flysurgery.bench.measuring import MEASURED, one_line
+from flysurgery.bench.measuring import MEASURED
 from flysurgery.bench.rows import Job
 from flysurgery.cli.app import sentence_if_full
 from flysurgery.cli.bench import TIMES
 from flysurgery.cli.bench_run import BenchRun, print_records
 from flysurgery.cli.options import device_of
-from flysurgery.errors import FlysurgeryError, OptionError
+from flysurgery.errors import FlysurgeryError, OptionError, first_line
 
 Number = TypeVar("Number", int, float)
 Run = Callable[[Tensor], Tensor]
@@ -303,7 +303,7 @@ def make(
             try:
                 run.add(rows_of(), name_of(head))
             except may_fail as error:
-                print(f"{name_of(head)} failed, and has no rows: {one_line(error)}", flush=True)
+                print(f"{name_of(head)} failed, and has no rows: {first_line(error)}", flush=True)
             torch.cuda.empty_cache()
     if shown:
         print_records(run.records, shown)

@@ -19,10 +19,10 @@ from weight_ways import INT8, quantize, store_sparse
 
 from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.bench.ceilings import Work
-from flysurgery.bench.measuring import checked_rows, one_line
+from flysurgery.bench.measuring import checked_rows
 from flysurgery.bench.multiply import layer_sizes
 from flysurgery.bench.variants import by_definition, dense_linear
-from flysurgery.errors import OptionError
+from flysurgery.errors import OptionError, first_line
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture, low_rank, named
 
@@ -186,7 +186,7 @@ def _semi_structured(dense: nn.Linear) -> Rival:
         store_sparse(model, ["0"])
         model(torch.zeros(64, weight.shape[1], device=weight.device, dtype=weight.dtype))
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        return Rival(name, 0.5, f"no: {one_line(error)}")
+        return Rival(name, 0.5, f"no: {first_line(error)}")
     return Rival(name, 0.5, model, exact)
 
 
@@ -203,7 +203,7 @@ def _torchao(name: str, config: str, dense: nn.Linear, allowed: float) -> Iterat
         quantize(model, ["0"], config)
         model(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
     except Exception as error:  # an optional package of another version may raise anything
-        yield from (Rival(each, 1.0, f"no: {one_line(error)}") for each in names)
+        yield from (Rival(each, 1.0, f"no: {first_line(error)}") for each in names)
         return
     exact = copy.deepcopy(dense).double()
     yield Rival(names[0], 1.0, torch.compile(model, dynamic=False), exact, allowed=allowed, note="torch.compile")
@@ -222,7 +222,7 @@ def _lazylinop(layer: ButterflyLinear) -> Iterator[Rival]:
         ksm = importlib.import_module("lazylinop.butterfly").ksm
         operators = [ksm(factor.detach()) for factor in layer.factors]
     except Exception as error:  # an optional package of another version may raise anything
-        yield from (Rival(name, density, f"no: {one_line(error)}") for name in names)
+        yield from (Rival(name, density, f"no: {first_line(error)}") for name in names)
         return
     bias = _bias(layer)
 

@@ -20,8 +20,9 @@ import flysurgery
 from flysurgery import surgery
 from flysurgery.bench import TIMED_MODES, Case, Record
 from flysurgery.bench.ceilings import Work
-from flysurgery.bench.measuring import checked_rows, one_line, weights_gib
+from flysurgery.bench.measuring import checked_rows, weights_gib
 from flysurgery.bench.variants import by_definition, chosen_backends, definitions, dense_copy, fused_modules, problems, swapped
+from flysurgery.errors import first_line
 from flysurgery.finetune import Settings, train, training_data
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import BACKENDS, ks_linear
@@ -125,7 +126,7 @@ def variant(name: str, module: nn.Module, x: Tensor, mode: str, compiled: str = 
     try:
         found = VARIANTS[name](module, x)
     except Exception as error:  # the failure of one variant is its row
-        return f"failed: {one_line(error)}"
+        return f"failed: {first_line(error)}"
     if not compiled:
         return found
     return torch.compile(found, mode=None if compiled == "compile" else compiled)

@@ -189,7 +189,7 @@ def check(case: Case) -> tuple[dict[str, float], dict[str, str]]:
                 errors[name] = relative_error(got if case.rows is None else got[list(case.rows)], _own(case.truths, name), case.base)
                 del got
             except Exception as error:  # the failure of one candidate, of whatever library, is its row and does not end the others
-                statuses[name] = f"failed: {one_line(error)}"
+                statuses[name] = f"failed: {first_line(error)}"
     for name, error in errors.items():
         most = max(case.allowed.get(name, 0.0), min(MOST_ERROR, case.worst * errors.get(case.baseline, float("inf"))))
         if not error <= most:
@@ -232,9 +232,3 @@ def status_of(noise: float | None, device_type: str, baseline: str) -> str:
     if noise is None or noise <= NOISE["cuda" if device_type == "cuda" else "cpu"]:
         return "ok"
     return f"noisy: {baseline} timed twice differs by {noise:.0%}"
-
-
-def one_line(error: BaseException) -> str:
-    """Give the first line of an error's message, short enough for a table."""
-    text = first_line(error)
-    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench.measuring import MEASURED, Case, Protocol, checked_rows, one_line, rows_of_case
+from flysurgery.bench.measuring import MEASURED, Case, Protocol, checked_rows, rows_of_case
 from flysurgery.bench.rows import Job, Record
 from flysurgery.bench.timing import TIMED_MODES
 from flysurgery.bench.variants import OPTIMIZED, chosen_backends, definitions, dense_linear, fused_modules, reset
-from flysurgery.errors import OptionError
+from flysurgery.errors import OptionError, first_line
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.patterns import Architecture
 from flysurgery.surgery import ExampleInput, LayerPlan, Plan, Reason, grouped, install, named_candidates
@@ -161,7 +161,7 @@ def whole_case(plan: Plan, build: Callable[[], nn.Module], settings: ModelSettin
         try:
             runs[name + OPTIMIZED] = fused_modules(model, x)
         except Exception as error:  # the other rows stand without it
-            runs[name + OPTIMIZED] = f"failed: {one_line(error)}"
+            runs[name + OPTIMIZED] = f"failed: {first_line(error)}"
     return _case(runs, x, 2)
 
 

@@ -14,7 +14,7 @@ import timm
 import torch
 from torch import nn
 
-from flysurgery.errors import ModelError, first_line, raised_as
+from flysurgery.errors import ModelError, first_line, raised_as, shown
 from flysurgery.patterns import MAX_FEATURES
 from flysurgery.surgery import ENTRY_POINT as ENTRY_POINT
 
@@ -52,7 +52,7 @@ def build_base(base: str, base_args: Mapping[str, Any] | None = None, *, device:
     arguments = plain_arguments(base_args or {})
     on_meta = device is not None and torch.device(device).type == "meta"
     # whatever a constructor makes of arguments that it does not like
-    with raised_as(ModelError, f"{base} cannot be built with {_shown(arguments)}"), torch.device("meta") if on_meta else nullcontext():
+    with raised_as(ModelError, f"{base} cannot be built with {shown(arguments)}"), torch.device("meta") if on_meta else nullcontext():
         model = factory(**arguments)
     return model if device is None or on_meta else model.to(device)
 
@@ -65,7 +65,7 @@ def check_base(base: str) -> None:
 def plain_arguments(base_args: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with lists as tuples, as constructors take them; refuses what is no JSON, too large or a refused name (ModelError)."""
     if not isinstance(base_args, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in base_args):
-        raise ModelError(f"base_args must map argument names to values, got {_shown(base_args)}")
+        raise ModelError(f"base_args must map argument names to values, got {shown(base_args)}")
     refused = sorted(REFUSED_ARGUMENTS & set(base_args))
     if refused:
         raise ModelError(f"base_args may not set {', '.join(refused)}: a base is built from its name and sizes alone")
@@ -78,10 +78,10 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: _plain(each, name) for key, each in value.items()}
     if isinstance(value, int | float) and not abs(value) <= MAX_FEATURES:  # NaN fails it too
-        raise ModelError(f"base_args: {name} must be a number of at most {MAX_FEATURES}, got {_shown(value)}")
+        raise ModelError(f"base_args: {name} must be a number of at most {MAX_FEATURES}, got {shown(value)}")
     if value is None or isinstance(value, str | int | float):
         return value
-    raise ModelError(f"base_args: {name} must be a value that JSON has (text, number, list, ...), got {_shown(value)}")
+    raise ModelError(f"base_args: {name} must be a value that JSON has (text, number, list, ...), got {shown(value)}")
 
 
 def _factory(base: str) -> Callable[..., nn.Module]:
@@ -168,8 +168,3 @@ def _refuse_sources(value: Any) -> None:
         _refuse_sources(each)
     if isinstance(value, str) and value.startswith(SOURCES):
         raise ModelError(f"base_args may not name models from elsewhere, got '{value:.60}'")
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 120 else shown[:117] + "..."

@@ -27,19 +27,13 @@ from flysurgery.checkpoint.tensors import (
     unstored_buffers,
 )
 from flysurgery.checkpoint.transformers_folder import is_of_transformers
-from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as
+from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as, shortened
 from flysurgery.inference import optimize as make_faster
 
 WEIGHTS, PICKLE, REPORT = "model.safetensors", "pytorch_model.bin", "report.json"
 
 HUB = "hf-hub:"
 """What names of repositories of the Hugging Face hub begin with, as for timm."""
-
-MAX_LENGTH = 400
-"""Most characters of a message. Names, values and paths come from files and may have any length."""
-
-MESSAGE_END = 100
-"""How many characters a message keeps of its end, where it says what to do."""
 
 
 def load(
@@ -97,13 +91,11 @@ def is_converted(folder: str | Path) -> bool:
 
 @contextmanager
 def in_one_sentence() -> Iterator[None]:
-    """Inside, a ``CheckpointError`` has one line of at most ``MAX_LENGTH`` characters; what is too long loses its middle."""
+    """Inside, a ``CheckpointError`` has one line of the length of any message."""
     try:
         yield
     except CheckpointError as error:
-        text = " ".join(str(error).split())
-        if len(text) > MAX_LENGTH:
-            text = f"{text[: MAX_LENGTH - MESSAGE_END - 5]} ... {text[-MESSAGE_END:]}"
+        text = shortened(str(error))
         if text == str(error):
             raise
         raise CheckpointError(text) from error

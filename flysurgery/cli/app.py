@@ -12,13 +12,10 @@ import typer
 from flysurgery import __version__
 from flysurgery.cli import autotune, bench, convert, densify, doctor, evaluate, finetune, inspect
 from flysurgery.cli.options import Command, Group, option
-from flysurgery.errors import FlysurgeryError
+from flysurgery.errors import FlysurgeryError, shortened
 
 # The parent of BadParameter, whichever click it comes from: typer used to import click and now carries its own.
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
-
-LONGEST = 400
-"""Characters of a message."""
 
 CPU_ALLOCATOR = "DefaultCPUAllocator"
 """In the message of the plain RuntimeError that PyTorch raises where a CPU has no memory left."""
@@ -92,10 +89,7 @@ def sentence_if_full(error: RuntimeError) -> str | None:
 
 
 def _fail(message: str, code: int) -> int:
-    line = " ".join(message.split())
-    if len(line) > LONGEST:
-        line = f"{line[: LONGEST - 4]} ..."
-    typer.echo(f"flysurgery: {line}", err=True)
+    typer.echo(f"flysurgery: {shortened(message)}", err=True)
     return code
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 from torch.fx import Node
 
-from flysurgery.errors import WalkError
+from flysurgery.errors import WalkError, first_line
 from flysurgery.surgery import Reason
-from flysurgery.walker import Survey, is_in_place, name_of, one_line, run_fake, shape_of
+from flysurgery.walker import Survey, is_in_place, name_of, run_fake, shape_of
 
 Made = TypeVar("Made")
 
@@ -172,7 +172,7 @@ def watch(seen: Survey, methods: Iterable[str] = ()) -> dict[str, Calls]:
         run_fake(seen.double, seen.example)
     except Exception as error:  # the forward may raise anything, as in trace
         raise WalkError(
-            f"{type(seen.double).__name__} cannot be walked, because it does not run without data: {one_line(error)}"
+            f"{type(seen.double).__name__} cannot be walked, because it does not run without data: {first_line(error)}"
         ) from error
     finally:
         for handle in handles:

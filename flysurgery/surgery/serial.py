@@ -9,7 +9,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from flysurgery.errors import PlanError
+from flysurgery.errors import PlanError, shown
 from flysurgery.patterns import Architecture
 
 T = TypeVar("T")
@@ -63,12 +63,6 @@ def from_json(kind: type[T], data: object, where: str) -> T:
     if unknown is not None:
         raise PlanError(f"{where} has an unknown entry {shown(unknown)}")
     return kind(**values)
-
-
-def shown(value: object) -> str:
-    """The value for a message, shortened."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _value(kind: Any, value: Any, where: str, key: str) -> Any:

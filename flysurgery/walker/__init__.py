@@ -36,7 +36,6 @@ from flysurgery.walker.target import Target as Target
 from flysurgery.walker.target import has_own_forward as has_own_forward
 from flysurgery.walker.target import is_hooked as is_hooked
 from flysurgery.walker.target import is_plain_pointwise as is_plain_pointwise
-from flysurgery.walker.trace import one_line as one_line
 from flysurgery.walker.trace import run_fake as run_fake
 from flysurgery.walker.trace import shadow as shadow
 from flysurgery.walker.walk import targets_of as targets_of

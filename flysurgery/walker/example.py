@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flysurgery.errors import WalkError
-from flysurgery.walker.trace import device_of, on_shadow, one_line, run_fake
+from flysurgery.errors import WalkError, first_line
+from flysurgery.walker.trace import device_of, on_shadow, run_fake
 
 Example: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """The arguments of one forward: a tensor, a tuple by position, or a mapping by name (a dict, or what processors of transformers give)."""
@@ -51,7 +51,7 @@ def example_input(
             on_shadow(model, positional(model, example), run_fake)
         except Exception as error:  # whatever the forward raises, it means that this example is not it
             shapes = " and ".join(str(tuple(each.shape)) for each in pytree.tree_leaves(example))
-            reason = reason or f", and zeros of shape {shapes} fail ({one_line(error)})"
+            reason = reason or f", and zeros of shape {shapes} fail ({first_line(error)})"
             continue
         return example if isinstance(example, Tensor) else positional(model, example)
     name = type(model).__name__

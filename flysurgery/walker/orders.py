@@ -17,14 +17,14 @@ from torch.func import functional_call
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from flysurgery.errors import WalkError
+from flysurgery.errors import WalkError, first_line
 from flysurgery.walker.attention import separating
 from flysurgery.walker.dataflow import Attention
 from flysurgery.walker.linears import Call
 from flysurgery.walker.operations import einsum_letters, is_fused_attention, name_of, shape_of
 from flysurgery.walker.survey import Survey
 from flysurgery.walker.target import Target
-from flysurgery.walker.trace import isolated, one_line, shadow
+from flysurgery.walker.trace import isolated, shadow
 
 HIDDEN_UNITS, HEADS, QUERY_KEY, VALUE = "hidden units", "heads", "query and key", "value"
 """What may be in another order: hidden units; whole heads; entries of query and key within a head; entries of value within a head."""
@@ -107,7 +107,7 @@ class Trial:
         try:
             self._usual = self._outputs(self._tensors)
         except Exception as error:  # whatever the forward raises
-            raise WalkError(f"{type(model).__name__} cannot be tried with features in another order: {one_line(error)}") from error
+            raise WalkError(f"{type(model).__name__} cannot be tried with features in another order: {first_line(error)}") from error
         if not self._usual or not all(bool(output.isfinite().all()) for output in self._usual):
             raise WalkError(f"{type(model).__name__} cannot be tried with features in another order: it gives no finite outputs")
 

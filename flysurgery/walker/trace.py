@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from flysurgery.errors import WalkError
+from flysurgery.errors import WalkError, first_line
 from flysurgery.walker.operations import is_fused_attention, name_of
 from flysurgery.walker.target import HOOKS
 
@@ -50,7 +50,7 @@ def shadow(model: nn.Module) -> nn.Module:
     try:
         double = copy.deepcopy(model, memo)
     except Exception as error:
-        raise WalkError(f"{type(model).__name__} cannot be walked, because its modules cannot be copied: {one_line(error)}") from error
+        raise WalkError(f"{type(model).__name__} cannot be walked, because its modules cannot be copied: {first_line(error)}") from error
     for module in double.modules():
         for name in HOOKS:
             hooks = getattr(module, name, {})
@@ -112,13 +112,6 @@ def isolated(double: nn.Module) -> Iterator[None]:
         _clear_caches(double)
         logging.disable(disabled)
         random.setstate(state)
-
-
-def one_line(error: Exception) -> str:
-    """The first sentence of an error's message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first_sentence = lines[0].split(". ")[0] if lines else type(error).__name__
-    return first_sentence[:300].rstrip(".")
 
 
 def _clear_caches(model: nn.Module) -> None:
@@ -215,7 +208,7 @@ def trace(double: nn.Module, example: tuple[Any, ...]) -> Trace:
         with isolated(double):
             program = export(double, example, strict=False)
     except Exception as error:
-        reason = f"torch.export cannot trace it: {one_line(error)}{_left_out(double, example)}"
+        reason = f"torch.export cannot trace it: {first_line(error)}{_left_out(double, example)}"
         raise WalkError(f"{type(double).__name__} cannot be walked, because {reason}") from error
     values = (node.meta.get("val") for node in program.graph.nodes)
     for mode in {value.fake_mode for value in values if isinstance(value, FakeTensor)}:

@@ -88,7 +88,7 @@ def raising(error: BaseException) -> Callable[..., None]:
     [
         (PatternError("sizes\ndiffer"), 1, "sizes differ"),
         (SelectionError("nothing matched"), 2, "nothing matched"),
-        (PatternError("x" * 5000), 1, "x" * 396 + " ..."),
+        (PatternError("x" * 5000 + "!"), 1, "x" * 295 + " ... " + "x" * 99 + "!"),
         (OSError(28, "No space left on device", "model.safetensors"), 1, "No space left on device: model.safetensors"),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nmore"),
