@@ -33,7 +33,7 @@ def inspect(
     network = find_dense(model, base=base, model_args=model_args).skeleton().model
     example = example_input(network)
     targets = walk(network, example)
-    samples = surgery.samples_of(positional(network, example))
+    samples = surgery.count_samples(positional(network, example))
     lines = []
     for target in targets:
         weights = target.out_features * target.in_features

@@ -32,8 +32,8 @@ from flysurgery.surgery.plan import LayerPlan as LayerPlan
 from flysurgery.surgery.plan import Part as Part
 from flysurgery.surgery.plan import Plan as Plan
 from flysurgery.surgery.plan import Reason as Reason
+from flysurgery.surgery.planning import count_samples as count_samples
 from flysurgery.surgery.planning import plan as plan
-from flysurgery.surgery.planning import samples_of as samples_of
 from flysurgery.surgery.report import Report as Report
 from flysurgery.surgery.report import Row as Row
 from flysurgery.surgery.report import block_errors as block_errors

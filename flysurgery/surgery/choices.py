@@ -113,22 +113,8 @@ class Measurement:
     returned: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values, one entry for each group; architectures as texts, dense ones null."""
-        groups = [
-            {
-                "layers": list(group.fqns),
-                "noise": group.noise,
-                "failed": dict(group.failed),
-                "chosen": name,
-                "choices": [
-                    as_json(choice) | {"architectures": [None if each is None else str(each) for each in choice.architectures]}
-                    for choice in group.choices
-                ],
-            }
-            for group, name in zip(self.groups, self.chosen, strict=True)
-        ]
-        names = ("device", "dtype", "batch", "dense_ms", "dense_optimized_ms", "converted_ms", "returned")
-        return {name: as_json(getattr(self, name)) for name in names} | {"groups": groups}
+        """As JSON values."""
+        return as_json(self)
 
     def __str__(self) -> str:
         pairs = list(zip(self.groups, self.chosen, strict=True))

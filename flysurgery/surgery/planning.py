@@ -126,7 +126,7 @@ def plan(
     exclude: str | Sequence[str] | None = None,
     nblocks: int = DEFAULT_NBLOCKS,
     rank: int | None = None,
-    patterns: str | Architecture | Sequence[object] | None = None,
+    patterns: str | Architecture | Sequence[str | Architecture] | None = None,
     per_layer: Mapping[str, str] | None = None,
     base: str | None = None,
     base_args: Mapping[str, Any] | None = None,
@@ -148,7 +148,7 @@ def plan(
         arch: family of architectures: "monarch" (with ``nblocks``), "gonon", "lowrank" (with ``rank``), "dyadic", "kaleidoscope", or
             "block" or "deformable" (with ``nblocks``). The kaleidoscope has no projection; see ``init`` of ``apply``.
         patterns: architectures instead of a family, such as "(1,192,48,2),(2,48,192,1)", or a list of them; each layer
-            gets the first that has its size. With ``include``, every included layer must have one.
+            gets the first that has its size.
         per_layer: other choices for the selected layers, or parts of fused projections, that a regular expression finds: "dense", or
             a family with its number, as in ``{"qkv.v$": "dense", "qkv.[qk]$": "monarch:8", "blocks.5": "lowrank:64"}``. A part is
             named after its layer, as in "blocks.0.attn.qkv.v". Of several expressions that match, the last counts.
@@ -164,11 +164,11 @@ def plan(
     Raises:
         SelectionError: a selector or an expression of ``per_layer`` matched nothing, or one of ``patterns`` has no selected layer's size.
         OptionError: an option out of its range, or two that contradict each other.
-        PatternError: an included layer that none of ``patterns`` fits; the message gives both sizes.
+        PatternError: ``patterns`` that are none.
         PlanError: nothing would be replaced; the message says why.
         WalkError: the model's graph cannot be read.
     """
-    rule = Rule(arch, nblocks, rank, read_architectures(patterns))
+    rule = Rule(arch, nblocks, rank, _read_architectures(patterns))
     rules = Rules(rule, per_layer or {})
     refuse_converted(model)
     name, arguments = find_base(model, base, base_args)
@@ -177,11 +177,9 @@ def plan(
     wanted = _default_roles(targets) if roles is None else roles
     selected = select(targets, roles=wanted, include=include, exclude=exclude, blocks=blocks, min_size=min_size)
     chosen = {target.fqn for target in selected}
-    samples = samples_of(inputs)
+    samples = count_samples(inputs)
     layers = tuple(_plan_layer(target, rules, samples, selected=target.fqn in chosen, convs=convs) for target in targets)
     of_selected = [layer for layer in layers if layer.fqn in chosen]
-    if include is not None and rule.architectures:
-        _check_patterns_fit(of_selected, selected, rules)
     rules.check_met()
     _check_patterns_match(rule, selected)
     _check_not_empty(of_selected)
@@ -243,14 +241,6 @@ def _parts(target: Target, rules: Rules) -> tuple[Part, ...] | Reason:
     return reasons[0]  # what is said of parts goes before the whole
 
 
-def _check_patterns_fit(layers: Sequence[LayerPlan], targets: Sequence[Target], rules: Rules) -> None:
-    for layer, target in zip(layers, targets, strict=True):
-        if layer.reason is not None and layer.reason.code == "no-pattern":
-            applied = rules.of(target, next(iter(target.split or ()), None))  # the reason is that of the first part
-            what = "the given patterns do" if applied is rules.usual else f"the {applied.arch} of per_layer does"
-            raise PatternError(f"{what} not fit the included layer {layer.fqn}: {layer.reason.text}")
-
-
 def _check_patterns_match(rule: Rule, targets: Sequence[Target]) -> None:
     sizes = {(target.out_features, target.in_features) for target in targets}
     sizes |= {(each.stop - each.start, target.in_features) for target in targets for each in target.split or ()}
@@ -270,7 +260,7 @@ def _check_not_empty(layers: Sequence[LayerPlan]) -> None:
     raise PlanError(f"nothing would be replaced: {why}")
 
 
-def samples_of(inputs: tuple[Any, ...]) -> int:
+def count_samples(inputs: tuple[Any, ...]) -> int:
     """The number of samples in an example: rows of its first tensor, or tensors of its first list."""
     first = next((each for each in inputs if each is not None), None)
     if isinstance(first, list):
@@ -295,18 +285,6 @@ def _described(tensor: Tensor) -> ExampleInput:
     return ExampleInput(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(values) if min(values, default=0) >= 0 else ())
 
 
-def read_architectures(patterns: str | Architecture | Sequence[object] | None) -> tuple[Architecture, ...]:
-    """Read ``patterns``: one architecture, its text, its list of four-integer lists, or several of these.
-
-    Raises:
-        PatternError: what was given is no architecture.
-    """
-    if patterns is None:
-        return ()
-    if isinstance(patterns, Architecture):
-        return (patterns,)
-    if isinstance(patterns, str):
-        return (Architecture.parse(patterns),)
-    if patterns and all(isinstance(each, str | Architecture) for each in patterns):
-        return tuple(each if isinstance(each, Architecture) else Architecture.parse(str(each)) for each in patterns)
-    return (Architecture.from_json(patterns),)
+def _read_architectures(patterns: str | Architecture | Sequence[str | Architecture] | None) -> tuple[Architecture, ...]:
+    given = [patterns] if isinstance(patterns, str | Architecture) else patterns or ()
+    return tuple(each if isinstance(each, Architecture) else Architecture.parse(str(each)) for each in given)

@@ -177,10 +177,8 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Rows and totals as JSON values."""
-        seen = ("verified", "calibration", "fidelity", "reconstruction", "permutations", "tradeoff")
-        measurement = None if self.measurement is None else self.measurement.to_json()
-        document = {"rows": self.rows, "totals": self.totals, **{name: getattr(self, name) for name in seen}, "measurement": measurement}
-        return as_json(document)
+        seen = ("verified", "calibration", "fidelity", "reconstruction", "permutations", "tradeoff", "measurement")
+        return as_json({"rows": self.rows, "totals": self.totals} | {name: getattr(self, name) for name in seen})
 
     def __str__(self) -> str:
         head = f"replaced {len(self.replaced)} of {len(self.rows)} linear layers in {self.seconds:.1f} s"
