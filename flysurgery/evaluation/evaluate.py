@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from flysurgery.calibration import main_output
+from flysurgery.calibration import main_output, unchanged_state
 from flysurgery.errors import DataError, OptionError
 from flysurgery.evaluation.data import ImageData, sentence_of
 
@@ -52,14 +52,12 @@ def evaluate(
     if device is not None:
         model.to(device)
     parameter = next(model.parameters())
-    modes = {module: module.training for module in model.modules()}
     batches = DataLoader(data.dataset, batch_size, num_workers=data.workers) if isinstance(data, ImageData) else data
     first, among, samples = 0, 0, 0
     started = perf_counter()
     try:
-        model.eval()
         # not inference_mode: training later uses what FSDP2 gathers here
-        with torch.no_grad():
+        with unchanged_state(model), torch.no_grad():
             for images, labels in map(_pair, batches):
                 scores = _scores(main_output(model(images.to(parameter.device, parameter.dtype))), labels, data)
                 right = scores.topk(min(TOP, scores.shape[1]), dim=1).indices == labels.to(scores.device)[:, None]
@@ -68,9 +66,6 @@ def evaluate(
                 samples += len(labels)
     except DataError as error:
         raise (sentence_of(error) if isinstance(data, ImageData) else error) from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     if not samples:
         raise DataError("there are no images to measure the accuracy on; an iterator that was gone through before gives none")
     return Accuracy(first / samples, among / samples, samples, perf_counter() - started)
