@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,27 +20,22 @@ SCHEMA_KEY = "flysurgery.schema"
 
 @dataclass(frozen=True)
 class Header:
-    """The hash of the plan, the tensors, and the names of those that are another tensor's second name (``alias -> stored name``).
-
-    ``tensors`` maps each stored name to its dtype, by safetensors' name ("F32"), and the SHA-256 of its bytes. ``plan_sha256`` is the hash
-    of the plan's canonical JSON, with its base.
-    """
+    """The hash of the plan's canonical JSON, with its base, and of each tensor its dtype, by safetensors' name ("F32"), and SHA-256."""
 
     plan_sha256: str
     tensors: Mapping[str, tuple[str, str]]
-    aliases: Mapping[str, str]
 
     def to_metadata(self, version: str) -> dict[str, str]:
-        """The header's entries, texts only; ``tensors_sha256`` is the hash of ``tensors`` and ``aliases``, one after the other."""
-        tensors, aliases = canonical(dict(self.tensors)), canonical(dict(self.aliases)) if self.aliases else ""
+        """The header's entries, texts only; ``tensors_sha256`` is the hash of ``tensors``."""
+        tensors = canonical(dict(self.tensors))
         return {
             "format": "pt",
             SCHEMA_KEY: SCHEMA,
             "version": version,
             "plan_sha256": self.plan_sha256,
             "tensors": tensors,
-            "tensors_sha256": _sha256(tensors + aliases),
-        } | ({"aliases": aliases} if aliases else {})
+            "tensors_sha256": _sha256(tensors),
+        }
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str], where: str) -> Header:
@@ -55,11 +50,15 @@ class Header:
         lacking = [key for key in ("plan_sha256", "tensors", "tensors_sha256") if key not in metadata]
         if lacking:
             raise CheckpointError(f"{where} is damaged: its header has no {', '.join(lacking)}")
-        if _sha256(metadata["tensors"] + metadata.get("aliases", "")) != metadata["tensors_sha256"]:
-            raise CheckpointError(f"{where} is damaged or was changed: tensors_sha256 does not match its tensors and aliases")
-        aliases = _read_map(metadata, "aliases", where, lambda name: isinstance(name, str), "names")
-        tensors = _read_map(metadata, "tensors", where, _is_dtype_and_hash, "dtypes and hashes")
-        return cls(metadata["plan_sha256"], {name: (dtype, sha256) for name, (dtype, sha256) in tensors.items()}, aliases)
+        if _sha256(metadata["tensors"]) != metadata["tensors_sha256"]:
+            raise CheckpointError(f"{where} is damaged or was changed: tensors_sha256 does not match its tensors")
+        try:
+            tensors = parse_json(metadata["tensors"])
+        except ValueError as error:
+            raise CheckpointError(f"{where} is damaged: its tensors are no JSON") from error
+        if not isinstance(tensors, dict) or not all(map(_is_dtype_and_hash, tensors.values())):
+            raise CheckpointError(f"{where} is damaged: its tensors do not map names to dtypes and hashes")
+        return cls(metadata["plan_sha256"], {name: (dtype, sha256) for name, (dtype, sha256) in tensors.items()})
 
 
 def plan_sha256(plan: Plan) -> str:
@@ -70,16 +69,6 @@ def plan_sha256(plan: Plan) -> str:
 def canonical(value: Any) -> str:
     """JSON in one way only: sorted keys, no spaces, ASCII."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def _read_map(metadata: Mapping[str, str], key: str, where: str, is_right: Callable[[Any], bool], wanted: str) -> dict[str, Any]:
-    try:
-        found = parse_json(metadata.get(key, "{}"))
-    except ValueError as error:
-        raise CheckpointError(f"{where} is damaged: its {key} are no JSON") from error
-    if not isinstance(found, dict) or not all(map(is_right, found.values())):
-        raise CheckpointError(f"{where} is damaged: its {key} do not map names to {wanted}")
-    return found
 
 
 def _is_dtype_and_hash(entry: object) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, transformers_class
 from flysurgery.checkpoint.config import describe, plan_in, read_config
@@ -145,11 +145,9 @@ def _read(
     plan = plan_in(config, folder)
     if header is not None and header.plan_sha256 != plan_sha256(plan):
         raise CheckpointError(f"{folder / 'config.json'} does not match model.safetensors: its plan or the base's arguments were changed")
-    aliases = {} if header is None else header.aliases
-    limits = Limits.of_stored(file.shapes.values(), len(file.shapes) + len(aliases))
     try:
-        model = build_shell(plan.with_arguments(overrides), limits)
-        _check_tensors(file, aliases, model)
+        model = build_shell(plan.with_arguments(overrides), Limits.of_stored(file.shapes.values()))
+        _check_tensors(file, model)
     except (CheckpointError, ModelError, PlanError) as error:
         if isinstance(error, CheckpointError) and not overrides:
             raise
@@ -159,7 +157,7 @@ def _read(
         _check_listed(file, header)
         if verify:
             _check_hashes(file, header)
-    _fill(model, file, aliases, device, dtype)
+    _fill(model, file, device, dtype)
     return model
 
 
@@ -167,7 +165,7 @@ def _read_by_transformers(config: Mapping[str, Any], file: TensorFile, device: t
     """The model in a folder that ``save_pretrained`` wrote, under transformers' own names for tensors and without hashes."""
     folder = file.path.parent
     with raised_as(CheckpointError, f"{folder} cannot be loaded"):
-        build_shell(plan_in(config, folder), Limits.of_stored(file.shapes.values(), len(file.shapes)))
+        build_shell(plan_in(config, folder), Limits.of_stored(file.shapes.values()))
         found = transformers_class(config["architectures"][0])
         # Not from the folder: other files of it, such as adapters, would be read too.
         state = {name: file.tensor(name) for name in file.shapes}
@@ -179,25 +177,20 @@ def _read_by_transformers(config: Mapping[str, Any], file: TensorFile, device: t
     return model.to(device)
 
 
-def _check_tensors(file: TensorFile, aliases: Mapping[str, str], model: nn.Module) -> None:
+def _check_tensors(file: TensorFile, model: nn.Module) -> None:
     """Refuse a file whose names, shapes and dtypes are not those of the converted model, whose parameters may be on meta.
 
     Besides the state_dict the file may hold buffers of the model that are outside of it. Floating-point tensors may have any such dtype.
     """
-    where = file.path
-    for alias, name in aliases.items():
-        if alias in file.shapes or name not in file.shapes:
-            raise CheckpointError(f"{where} is damaged: it calls {alias} a second name of {name}, and does not hold the one or holds both")
-    found = file.shapes | {alias: file.shapes[name] for alias, name in aliases.items()}
-    buffers = {name: buffer for name, buffer in unstored_buffers(model).items() if name in found}
+    buffers = {name: buffer for name, buffer in unstored_buffers(model).items() if name in file.shapes}
     expected = model.state_dict() | buffers
-    wrong = difference(found, expected)
+    wrong = difference(file.shapes, expected)
     if wrong:
-        raise CheckpointError(f"{where} does not fit its plan: {wrong}")
+        raise CheckpointError(f"{file.path} does not fit its plan: {wrong}")
     for name, tensor in expected.items():
-        dtype = file.dtypes[aliases.get(name, name)]
+        dtype = file.dtypes[name]
         if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
-            raise CheckpointError(f"{where} does not fit its plan: {name} is {dtype} instead of {tensor.dtype}")
+            raise CheckpointError(f"{file.path} does not fit its plan: {name} is {dtype} instead of {tensor.dtype}")
 
 
 def _check_listed(file: TensorFile, header: Header) -> None:
@@ -222,23 +215,20 @@ def _check_hashes(file: TensorFile, header: Header) -> None:
         )
 
 
-def _fill(model: nn.Module, file: TensorFile, aliases: Mapping[str, str], device: torch.device, dtype: torch.dtype | None) -> None:
+def _fill(model: nn.Module, file: TensorFile, device: torch.device, dtype: torch.dtype | None) -> None:
     """Give every parameter and buffer its tensor; parameters on meta are replaced, not copied into."""
     uniform = dtype or single_float_dtype(file.dtypes.values())
     read = {name: file.tensor(name, device, dtype) for name in file.shapes}
-    names = {name: name for name in read} | dict(aliases)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    state: dict[str, Tensor] = {}
-    made: dict[str, nn.Parameter] = {}  # one object a stored tensor, so that what was tied stays tied
-    for name in model.state_dict():
-        stored = names[name]
-        if name in parameters:
-            made.setdefault(stored, nn.Parameter(read[stored], requires_grad=parameters[name].requires_grad))
-        state[name] = made[stored] if name in parameters else read[stored]
+    state = {name: read[name] for name in model.state_dict()}
+    made: dict[int, nn.Parameter] = {}  # by what it replaces, so that what the constructor ties stays tied
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        new = nn.Parameter(state[name], requires_grad=parameter.requires_grad)
+        tied = made.setdefault(id(parameter), new)
+        state[name] = tied if tied.equal(new) else new
     model.load_state_dict(state, strict=True, assign=True)
     for name, buffer in unstored_buffers(model).items():
         wanted = uniform if uniform is not None and buffer.is_floating_point() else buffer.dtype
-        value = read[names[name]] if name in names else buffer.to(device, wanted)
+        value = read[name] if name in read else buffer.to(device, wanted)
         parent, _, attribute = name.rpartition(".")
         model.get_submodule(parent).register_buffer(attribute, value, persistent=False)
     model.to(device)

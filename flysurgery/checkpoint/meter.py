@@ -32,9 +32,6 @@ RESERVING = frozenset(f"aten::{name}" for name in ("empty", "empty_strided", "em
 FILLING = frozenset(f"aten::{name}_" for name in ("normal", "uniform", "erfinv", "fill", "zero", "clamp", "mul", "add"))
 """Operations by which constructors give parameters their first numbers. On meta there are none, and the shape stays."""
 
-SHOWN = {"parameters": "parameter tensors", "nbytes": "bytes besides its parameters"}
-"""What messages call a limit, where not by its own name."""
-
 
 class LimitError(ModelError):
     """A base that takes more to build than the stored tensors justify. It is not to be tried again in another way."""
@@ -44,24 +41,17 @@ class LimitError(ModelError):
 class Limits:
     """The most that building one model may take.
 
-    ``parameters`` and ``modules`` count registrations, ``operations`` those of torch, and ``nbytes`` adds the sizes of all tensors that
-    they make, except parameters that wait on meta. A folder of no size gets 32 MiB.
+    ``steps`` counts modules, parameters and operations of torch. ``nbytes`` adds the sizes of all tensors that these make, except
+    parameters that wait on meta. A folder of no size gets 32 MiB.
     """
 
-    parameters: int
-    modules: int
-    operations: int
+    steps: int
     nbytes: int
 
     @classmethod
-    def of_stored(cls, shapes: Collection[Sequence[int]], names: int) -> Limits:
-        """The limits for a folder that stores tensors of these shapes, under ``names`` names."""
-        return cls(
-            parameters=500 + 2 * names,
-            modules=4000 + 40 * names,
-            operations=20_000 + 200 * names,
-            nbytes=(32 << 20) + 64 * sum(prod(shape) for shape in shapes),
-        )
+    def of_stored(cls, shapes: Collection[Sequence[int]]) -> Limits:
+        """The limits for a folder that stores tensors of these shapes."""
+        return cls(steps=5000 + 50 * len(shapes), nbytes=(32 << 20) + 64 * sum(prod(shape) for shape in shapes))
 
     def check_arguments(self, base_args: Mapping[str, Any]) -> None:
         """Refuse arguments by which a constructor would loop in Python, or lengthen a list or text, beyond what is stored (LimitError)."""
@@ -103,7 +93,7 @@ def metered(limits: Limits, *, parameters_on_meta: bool) -> Iterator[None]:
     def add_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or threading.get_ident() != thread:
             return None
-        meter.add("parameters", 1)
+        meter.step()
         if not parameters_on_meta:
             return None
         if id(parameter) not in moved:
@@ -114,7 +104,7 @@ def metered(limits: Limits, *, parameters_on_meta: bool) -> Iterator[None]:
 
     def add_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if threading.get_ident() == thread:
-            meter.add("modules", 1)
+            meter.step()
 
     # The first hook's result counts, which torch's annotations do not say.
     hooks = [
@@ -135,50 +125,54 @@ class _Meter(TorchDispatchMode):
     def __init__(self, limits: Limits) -> None:
         super().__init__()
         self._limits = limits
-        self._taken = {"parameters": 0, "modules": 0, "operations": 0, "nbytes": 0}
+        self._steps = self._nbytes = 0
 
-    def add(self, what: str, amount: int) -> None:
-        """Count ``amount`` more of what the limits name so."""
-        self._taken[what] += amount
-        self._check(what)
+    def step(self) -> None:
+        """Count one step more (LimitError)."""
+        self._steps += 1
+        _refuse_more(self._steps, self._limits.steps, "steps")
+
+    def take(self, nbytes: int) -> None:
+        """Count more bytes (LimitError)."""
+        self._nbytes += nbytes
+        _refuse_more(self._nbytes, self._limits.nbytes, "bytes besides its parameters")
 
     def on_meta(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter on meta; its bytes no longer count."""
-        rest = max(0, self._taken["nbytes"] - parameter.untyped_storage().nbytes())
+        rest = max(0, self._nbytes - parameter.untyped_storage().nbytes())
         meta = nn.Parameter(torch.empty_like(parameter.detach(), device="meta"), requires_grad=parameter.requires_grad)
-        self._taken["nbytes"] = rest
+        self._nbytes = rest
         return meta
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        self.add("operations", 1)
+        self.step()
         if func._schema.name in ("aten::unbind", "aten::split"):
-            self.add("nbytes", PIECE_BYTES * max(args[0].shape, default=1))
+            self.take(PIECE_BYTES * max(args[0].shape, default=1))
         if func._schema.name == "aten::lift_fresh":  # what torch.tensor made of a list
-            self.add("nbytes", _nbytes(args))
+            self.take(_nbytes(args))
         if func._schema.is_mutable:
-            self._check("nbytes")  # it writes to memory that was only reserved
+            self.take(0)  # it writes to memory that was only reserved
         if func._schema.name in FILLING and args[0].is_meta and not any(isinstance(each, Tensor) and each.ndim for each in args[1:]):
             return args[0]
         if all(each.alias_info is not None for each in func._schema.returns):
             return func(*args, **kwargs)  # it gives views of its arguments, or themselves
         if func._schema.name in RESERVING:  # a parameter's memory is given back when it is registered, before anything else is made
             result = func(*args, **kwargs)
-            self._taken["nbytes"] += _nbytes(result)
+            self._nbytes += _nbytes(result)
             return result
         predicted = None if _is_on_meta(args, kwargs) else _predicted(func, args, kwargs)
         if predicted is not None:
-            self.add("nbytes", predicted)
+            self.take(predicted)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self.add("nbytes", _nbytes(result))
+        self.take(_nbytes(result))
         return result
 
-    def _check(self, what: str) -> None:
-        limit, named = getattr(self._limits, what), SHOWN.get(what, what)
-        if self._taken[what] > limit:
-            excess = f"building the base takes more than {limit:,} {named}, too much for the tensors that are stored"
-            raise LimitError(f"{excess}; check base_args")
+
+def _refuse_more(taken: int, limit: int, what: str) -> None:
+    if taken > limit:
+        raise LimitError(f"building the base takes more than {limit:,} {what}, too much for the tensors that are stored; check base_args")
 
 
 def _is_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

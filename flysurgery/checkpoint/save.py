@@ -58,8 +58,9 @@ def save(
     """Save a converted model as ``model.safetensors``, ``config.json``, ``report.json`` and ``README.md``.
 
     ``load(folder)`` then gives outputs bit-equal to the model's; with ``dtype``, to those of ``model.to(dtype)``. Before
-    anything is written the base is rebuilt without weights, to be sure of that. Tensors that the model uses twice are
-    stored once. The folder appears complete or not at all; ``force`` replaces an older checkpoint, and nothing else.
+    anything is written the base is rebuilt without weights, to be sure of that. Tensors that the model uses twice are stored twice, and
+    are one again after loading if its constructor ties them. The folder appears complete or not at all; ``force`` replaces an older
+    checkpoint, and nothing else.
     ``report`` is what ``apply`` or ``convert`` returned, or the content of an earlier folder's ``report.json`` with what has come
     since; without it ``report.json`` has the layers without their errors.
     ``accuracy`` has ``data``, the accuracy ``before`` and that ``after``, as JSON; it goes into ``report.json`` and the model card.
@@ -76,13 +77,13 @@ def save(
     target = check_folder(folder, force=force)
     storage_dtype = read_dtype(dtype)
     plan, shell = _rebuilt(model)
-    tensors, aliases = collect({**model.state_dict(), **_changed_buffers(model, shell, storage_dtype)}, storage_dtype)
+    tensors = collect({**model.state_dict(), **_changed_buffers(model, shell, storage_dtype)}, storage_dtype)
     check_space(target, sum(tensor.nbytes for tensor in tensors.values()) + SLACK_BYTES)
     facts = _report_json(plan, report, accuracy)
     floats = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()})
     config = config_of(model, plan)
     hashes, names = sha256_of_each(tensors, tensors.__getitem__), {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-    header = Header(plan_sha256(plan), {name: (names[tensor.dtype], hashes[name]) for name, tensor in tensors.items()}, aliases)
+    header = Header(plan_sha256(plan), {name: (names[tensor.dtype], hashes[name]) for name, tensor in tensors.items()})
     with new_folder(target, force=force) as fresh:
         write_json(fresh / "config.json", config)
         write_json(fresh / "report.json", facts)
@@ -194,10 +195,8 @@ def _changed_buffers(model: nn.Module, shell: nn.Module, dtype: torch.dtype | No
 
 
 def _limits(model: nn.Module) -> Limits:
-    """The limits under which the model will be loaded; a tensor that is used twice is stored once."""
-    state = [tensor for tensor in model.state_dict().values() if isinstance(tensor, Tensor)]
-    stored = {(tensor.device, tensor.data_ptr(), tensor.shape): tensor.shape for tensor in state}
-    return Limits.of_stored(list(stored.values()), len(state))
+    """The limits under which the model will be loaded."""
+    return Limits.of_stored([tensor.shape for tensor in model.state_dict().values() if isinstance(tensor, Tensor)])
 
 
 def _known_base(base: str | None) -> str | None:

@@ -61,18 +61,15 @@ def single_float_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     return found.pop() if len(found) == 1 else None
 
 
-def collect(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors on the CPU, contiguous, floating-point ones in ``dtype`` if it is given; and aliases.
-
-    Names of one and the same tensor give one stored tensor, under the first of them; ``aliases`` maps the others to it.
+def collect(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors on the CPU, contiguous, each with memory of its own, and floating-point ones in ``dtype`` if it is given.
 
     Raises:
         CheckpointError: an entry that is no tensor, is on meta, has a dtype that files cannot hold, or a finite
             number that ``dtype`` cannot hold; the message names it.
     """
     stored: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    seen: dict[object, str] = {}
+    taken: set[int] = set()
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{name} is no tensor but a {type(tensor).__name__}, which a checkpoint cannot hold")
@@ -80,13 +77,12 @@ def collect(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[d
             raise CheckpointError(f"{name} is on the meta device and has no values to save; load the weights first")
         if tensor.dtype not in SAFETENSORS_DTYPES.values() or tensor.layout != torch.strided:
             raise CheckpointError(f"{name} is a {tensor.layout} tensor of {tensor.dtype}, which a checkpoint cannot hold")
-        identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and identity in seen:
-            aliases[name] = seen[identity]
-        else:
-            seen[identity] = name
-            stored[name] = _for_file(name, tensor, dtype)
-    return stored, aliases
+        cast = _for_file(name, tensor, dtype)
+        # Views would write their neighbours' bytes too, and safetensors refuses tensors that share storage.
+        is_own = cast.untyped_storage().nbytes() == cast.nbytes and cast.data_ptr() not in taken
+        stored[name] = cast if is_own else cast.clone()
+        taken.add(stored[name].data_ptr())
+    return stored
 
 
 def _for_file(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -96,9 +92,7 @@ def _for_file(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         raise CheckpointError(
             f"{name} has numbers beyond the range of {str(dtype).removeprefix('torch.')}; bfloat16 has the range of float32"
         )
-    cast = cast.contiguous()
-    # Views would write their neighbours' bytes too, and safetensors refuses tensors that share storage.
-    return cast if cast.untyped_storage().nbytes() == cast.nbytes else cast.clone()
+    return cast.contiguous()
 
 
 def unstored_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -126,11 +126,11 @@ def rewrite(folder: Path, change: Callable[[Tensors, Metadata], object]) -> None
 
 
 def list_tensors(tensors: Tensors, metadata: Metadata) -> None:
-    """Make the header's list of tensors true of them and of the aliases."""
+    """Make the header's list of tensors true of them."""
     dtypes = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     hashes = sha256_of_each(tensors, tensors.__getitem__)
     metadata["tensors"] = canonical({name: [dtypes.get(tensor.dtype, "F8_E4M3"), hashes[name]] for name, tensor in tensors.items()})
-    metadata["tensors_sha256"] = sha256(metadata["tensors"] + metadata.get("aliases", ""))
+    metadata["tensors_sha256"] = sha256(metadata["tensors"])
 
 
 def rewrite_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

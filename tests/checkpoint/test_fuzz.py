@@ -40,7 +40,7 @@ MAX_GROWTH = 200 << 20
 """The bytes by which one folder may raise the process's largest memory, of which valid folders have been loaded before."""
 
 BASES: tuple[tuple[str, dict[str, Any]], ...] = (
-    (BASE, ARGUMENTS),  # uses the tensors of a norm twice
+    (BASE, ARGUMENTS),
     ("vit_pytorch.simple_vit:SimpleViT", VIT_PYTORCH),
     ("vit_pytorch:ViT", VIT_PYTORCH),
     *TIMM_MODELS.items(),
@@ -81,10 +81,6 @@ class Files:
         return {"config.json": json.dumps(self.config).encode(), "model.safetensors": weights}
 
     @property
-    def aliases(self) -> Any:
-        return json.loads(self.header["__metadata__"].get("aliases", "{}"))
-
-    @property
     def plan(self) -> Any:
         """A copy of the plan; ``set_plan`` writes it."""
         return json.loads(json.dumps(self.config["model_args"]["plan"]))
@@ -99,7 +95,7 @@ class Files:
         entries = {name: self.header[name] for name in self.header if name != "__metadata__"}
         found = {name: [each["dtype"], sha256(self.data[slice(*each["data_offsets"])])] for name, each in entries.items()}
         text, metadata = canonical(found), self.header["__metadata__"]
-        metadata.update(tensors=text, tensors_sha256=sha256((text + metadata.get("aliases", "")).encode()))
+        metadata.update(tensors=text, tensors_sha256=sha256(text.encode()))
 
 
 def sha256(content: bytes) -> str:
@@ -115,8 +111,6 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> list[Files]:
         torch.manual_seed(number)
         model: Any = build_base(base, arguments)
         install(plan(model, base=base, base_args=arguments), model)
-        if base == BASE:
-            model.blocks[1].norm1 = model.blocks[0].norm1
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_()
@@ -153,17 +147,6 @@ def edit_header(files: Files, draw: random.Random) -> None:
         files.list_tensors()
 
 
-def edit_aliases(files: Files, draw: random.Random) -> None:
-    """A second name for a stored tensor, in the place of one or beside it."""
-    aliases, tensors = files.aliases, sorted({*files.header} - {"__metadata__"})
-    name = draw.choice((*tensors, *aliases))
-    if draw.random() < 0.5:
-        files.header.pop(name, None)
-    aliases[name] = draw.choice((*tensors, "nowhere", 3, None))
-    files.header["__metadata__"]["aliases"] = canonical(aliases)
-    files.list_tensors()
-
-
 def edit_data(files: Files, draw: random.Random) -> None:
     files.data = flipped(files.data, draw.randrange(len(files.data)), draw)
     if draw.random() < 0.7:
@@ -196,7 +179,7 @@ def edit(value: Any, draw: random.Random) -> None:
         value[key] = draw.choice(VALUES)
 
 
-CHANGES = (*(set_argument,) * 6, *(edit_plan,) * 4, *(edit_config,) * 3, *(edit_header,) * 5, edit_aliases, edit_data)
+CHANGES = (*(set_argument,) * 6, *(edit_plan,) * 4, *(edit_config,) * 3, *(edit_header,) * 5, edit_data)
 
 
 def damaged(files: Files, draw: random.Random) -> tuple[Files, dict[str, bytes]]:
@@ -245,7 +228,7 @@ def loaded_or_refused(folder: Path, content: dict[str, bytes], *, by_timm: bool)
 def check_equal(model: nn.Module, files: Files) -> None:
     """The model is what its files say, bit for bit."""
     for name, tensor in model.state_dict().items():
-        entry = files.header[files.aliases.get(name, name)]
+        entry = files.header[name]
         assert SAFETENSORS_DTYPES[entry["dtype"]] == tensor.dtype and list(tensor.shape) == entry["shape"], name
         found = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         assert found == files.data[slice(*entry["data_offsets"])], name

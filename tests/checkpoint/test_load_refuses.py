@@ -17,21 +17,18 @@ import timm
 import torch
 
 import flysurgery
-from flysurgery.checkpoint import is_converted, load, save
+from flysurgery.checkpoint import is_converted, load
 from flysurgery.checkpoint.folder import FILES
 from tests.checkpoint.conftest import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     forge,
-    install_random,
     list_tensors,
     outputs,
-    read_weights,
     refused,
     rewrite,
     rewrite_config,
     sha256,
-    small_model,
 )
 
 FC1 = "blocks.0.mlp.fc1.factors.0"
@@ -45,11 +42,6 @@ def set_listed(listed: str) -> Any:
 def put(name: str, tensor: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> Any:
     """Put a tensor into the file under a name, or give the one that is there another dtype."""
     return lambda tensors, _: tensors.update({name: tensors[name].to(dtype) if tensor is None else tensor})
-
-
-def alias_norm(aliases: str) -> Any:
-    """Call a norm's weight by these aliases alone, with matching hashes."""
-    return lambda tensors, header: (tensors.pop("norm.weight"), header.update(aliases=aliases), list_tensors(tensors, header))
 
 
 WEIGHTS: list[tuple[Any, list[str]]] = [
@@ -68,8 +60,6 @@ WEIGHTS: list[tuple[Any, list[str]]] = [
     (put(FC1, dtype=torch.int32), [FC1, "torch.int32 instead of torch.float32"]),
     (put(FC1, dtype=torch.float8_e4m3fn), [FC1, "F8_E4M3"]),
     (lambda _, header: header.pop("flysurgery.schema"), ["no flysurgery checkpoint", "flysurgery.schema"]),  # not taken for one of timm's
-    (alias_norm('["norm.weight"]'), ["aliases do not map names to names"]),
-    (alias_norm('{"norm.weight": "nowhere"}'), ["norm.weight a second name of nowhere"]),
     (
         lambda tensors, header: list_tensors({**tensors, "stranger": tensors[NORM]}, header),
         ["lists stranger as torch.float32"],
@@ -84,16 +74,6 @@ def test_changed_weights(change: Any, facts: list[str], folder: Path) -> None:
     message = refused(folder, *facts)
     if "verify=False" in message:
         load(folder, verify=False)
-
-
-def test_aliases_are_hashed(tmp_path: Path) -> None:
-    """Without a hash the second name could be given to another tensor of the same shape."""
-    model = install_random(small_model())
-    model.blocks[1].norm1 = model.blocks[0].norm1
-    save(model, tmp_path / "model")
-    aliases = json.loads(read_weights(tmp_path / "model")[1]["aliases"]) | {"blocks.1.norm1.weight": "blocks.0.norm2.weight"}
-    rewrite(tmp_path / "model", lambda _, header: header.update(aliases=json.dumps(aliases)))
-    refused(tmp_path / "model", "tensors_sha256 does not match its tensors and aliases")
 
 
 class Bomb:
