@@ -21,7 +21,7 @@ from flysurgery.checkpoint.header import canonical
 from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, sha256_of_each
 from flysurgery.errors import CheckpointError
 from flysurgery.inference import convert as convert_model
-from flysurgery.surgery import Report, install, plan, transformers_arguments
+from flysurgery.surgery import Report, install, plan
 
 Tensors = dict[str, Tensor]
 Metadata = dict[str, str]
@@ -144,14 +144,9 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Let ``change`` edit the plan, and make the hash match."""
 
     def edit(config: dict[str, Any]) -> None:
-        is_timm = "model_args" in config
-        entry = config["model_args" if is_timm else "quantization_config"]
-        plan = entry["plan"]
-        if not is_timm:
-            plan |= {"base": f"transformers:{config['architectures'][0]}", "base_args": transformers_arguments(config)}
+        plan = config["model_args"]["plan"]
         change(plan)
         rewrite(folder, lambda _, metadata: metadata.update(plan_sha256=sha256(canonical(plan))))
-        config.update({} if is_timm else plan["base_args"])
 
     rewrite_config(folder, edit)
 
