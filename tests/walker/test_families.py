@@ -63,6 +63,11 @@ CROSS = {"image_size": 64, "num_classes": 10, "depth": 1, "sm_dim": 48, "lg_dim"
 CCT = {"img_size": 32, "embedding_dim": 64, "num_layers": 1, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 10}
 
 VIT_PYTORCH: dict[str, tuple[dict[str, Any], Truth]] = {
+    # Parallel residual streams that weights from bare parameters mix, before and after attention and the FFN.
+    "simple_vit_with_hyper_connections:SimpleViT": (
+        SIZES | {"depth": 2, "num_residual_streams": 2},
+        ((2, 2, 2, 2, 1), {"patch-embedding": 1, "no-role": 4}),
+    ),
     "deepvit:DeepViT": (SIZES, ((1, 1, 1, 1, 1), {"patch-embedding": 1})),
     # q and kv apart; a block of class attention with q, kv, out and an MLP.
     "cait:CaiT": (SIZES | {"cls_depth": 1}, ((2, 1, 1, 1, 1), {"patch-embedding": 1, "pool": 5})),

@@ -100,36 +100,6 @@ def test_contexts_and_states_that_attention_summed_up_are_read(make: Callable[[]
     assert found == {"first": "other", **under("blocks.0", MLP), **under("blocks.1", attention), **under("blocks.2", MLP), "last": "head"}
 
 
-class ManyStreams(nn.Module):
-    """Parallel residual streams that weights from a bare parameter mix, and that a block writes to by gates."""
-
-    def __init__(self, *blocks: nn.Module):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-        self.weights = nn.ParameterList(torch.zeros(WIDTH, 3) for _ in blocks)
-        self.gates = nn.ParameterList(torch.zeros(WIDTH) for _ in blocks)
-        self.first, self.last = nn.Linear(7, WIDTH), nn.Linear(WIDTH, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        streams = self.first(x)[:, :, None].expand(-1, -1, 2, -1)
-        for block, weights, gates in zip(self.blocks, self.weights, self.gates, strict=True):
-            mixed = torch.einsum("bnse,bnsd->bned", (streams @ weights).tanh(), streams)
-            branch = block(mixed[..., 0, :])
-            streams = torch.einsum("bnd,bns->bnsd", branch, (streams @ gates).tanh()) + mixed[..., 1:, :]
-        return self.last(streams.sum(2).mean(1))
-
-
-def test_parallel_residual_streams_are_no_attention() -> None:
-    model = ManyStreams(FusedAttention(), MisnamedMlp(), WrittenOutAttention(), MisnamedMlp())
-    found = {fqn: role for fqn, role in roles(model, tokens(7)).items() if fqn.startswith("blocks")}
-    assert found == {
-        **under("blocks.0", {"apple": "qkv", "pear": "attn_out"}),
-        **under("blocks.1", MLP),
-        **under("blocks.2", ATTENTION),
-        **under("blocks.3", MLP),
-    }
-
-
 def named_arguments(self: Any, x: Tensor, fused: Tensor) -> Tensor:
     v, q, k = fused.chunk(3, -1)
     return functional.scaled_dot_product_attention(value=v, query=q, key=k)
