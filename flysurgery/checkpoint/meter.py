@@ -120,7 +120,7 @@ def metered(limits: Limits, *, parameters_on_meta: bool) -> Iterator[None]:
 
 
 class _Meter(TorchDispatchMode):
-    """Sees every operation of torch before it runs; what one on real tensors will take is found on meta first."""
+    """Sees every operation of torch before it runs; what it will take is found on meta first."""
 
     def __init__(self, limits: Limits) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _Meter(TorchDispatchMode):
             result = func(*args, **kwargs)
             self._nbytes += _nbytes(result)
             return result
-        predicted = None if _is_on_meta(args, kwargs) else _predicted(func, args, kwargs)
+        predicted = _predicted(func, args, kwargs)
         if predicted is not None:
             self.take(predicted)
             return func(*args, **kwargs)
@@ -173,13 +173,6 @@ class _Meter(TorchDispatchMode):
 def _refuse_more(taken: int, limit: int, what: str) -> None:
     if taken > limit:
         raise LimitError(f"building the base takes more than {limit:,} {what}, too much for the tensors that are stored; check base_args")
-
-
-def _is_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("device") is not None:
-        return torch.device(kwargs["device"]).type == "meta"
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    return bool(tensors) and all(each.is_meta for each in tensors)
 
 
 def _predicted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from operator import index
 
 import torch
@@ -10,8 +11,6 @@ from torch import Tensor
 
 from flysurgery.errors import PatternError
 from flysurgery.patterns import Architecture, Pattern
-
-_known: dict[tuple[tuple[int, ...], ...], Architecture] = {}  # a layer asks for the same one at every call
 
 
 def pattern_of(
@@ -36,12 +35,11 @@ def architecture_of(
     """
     shapes = tuple(tuple(map(index, factor.shape)) for factor in factors)  # who traces may give tensors or symbols as sizes
     if torch.compiler.is_compiling():  # what is noted while a graph is made has it made again at the next call
-        return _read(shapes)
-    if shapes not in _known:
-        _known[shapes] = _read(shapes)
-    return _known[shapes]
+        return _read.__wrapped__(shapes)
+    return _read(shapes)
 
 
+@cache  # a layer asks for the same one at every call
 def _read(shapes: tuple[tuple[int, ...], ...]) -> Architecture:
     for shape in shapes:
         if len(shape) != 4:
