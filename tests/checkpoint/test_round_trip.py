@@ -136,7 +136,10 @@ def test_data_description_survives(tmp_path: Path) -> None:
         assert not {"url", "hf_hub_id", "file"} & {name for name, value in found.items() if value}
 
 
-@pytest.mark.parametrize(("option", "value"), [("dtype", "int8"), ("dtype", torch.int64), ("device", "nowhere"), ("device", "cuda:77")])
-def test_options_that_there_are_not(option: str, value: object, saved: Path) -> None:
-    with pytest.raises(OptionError, match=str(value)):
-        load(saved, **{option: value})
+@pytest.mark.parametrize("options", [{"dtype": "int8"}, {"dtype": torch.int64}, {"device": "nowhere"}, {"device": "cuda:77"}])
+def test_options_that_there_are_not(options: dict[str, Any], converted: Converted, saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=str(*options.values())):
+        load(saved, **options)
+    if "dtype" in options:
+        with pytest.raises(OptionError, match=f"float16, bfloat16, float32, float64, got {options['dtype']}"):
+            save(converted[0], tmp_path / "model", **options)

@@ -64,16 +64,12 @@ def test_rooms_are_imported_when_they_are_asked_for() -> None:
     assert third == "module 'flysurgery' has no attribute 'nonsense'"
 
 
-def test_python_versions_and_typing_are_declared() -> None:
+def test_the_installed_package_says_what_it_is() -> None:
     found = metadata("flysurgery")
     classifiers = found.get_all("Classifier") or []
     assert found["Requires-Python"] == ">=3.10"
     assert {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)} <= set(classifiers)
     assert files("flysurgery").joinpath("py.typed").is_file()
-
-
-def test_licence_version_and_command_come_along() -> None:
-    found = metadata("flysurgery")
     assert found["License-Expression"] == "Apache-2.0" and found["License-File"] == "LICENSE"
     assert version("flysurgery") == flysurgery.__version__
     (command,) = entry_points(group="console_scripts", name="flysurgery")
@@ -84,13 +80,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "kernels" / 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files(page: Path) -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
-    local = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:", link) and not link.startswith("#")]
-    assert [link for link in local if not (page.parent / link).exists()] == []
-
-
-def test_modules_that_pages_name_exist() -> None:
-    for page in PAGES:
-        names = re.findall(r"flysurgery/[\w/]+\.py", page.read_text(encoding="utf-8"))
-        assert [name for name in names if not (ROOT / name).is_file()] == [], page.name
+def test_links_and_names_of_modules_lead_to_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    local = [page.parent / link.partition("#")[0] for link in links if not re.match(r"[a-z]+:", link) and not link.startswith("#")]
+    named = [ROOT / name for name in re.findall(r"flysurgery/[\w/]+\.py", text)]
+    assert [path for path in (*local, *named) if not path.exists()] == []
