@@ -13,7 +13,7 @@ from flysurgery.checkpoint import load
 from flysurgery.cli.processes import device_of_process
 from flysurgery.errors import OptionError
 from tests.cli.conftest import RANDOM, Refused
-from tests.support.processes import launch, two_processes
+from tests.support.processes import two_processes
 
 PROGRAM = """
 import os, signal, sys
@@ -38,7 +38,7 @@ FIT = ("convert", *RANDOM, "--device", "cpu", "--out", "o", "--calibrate", "imag
 
 
 def told(stderr: str) -> list[str]:
-    """What the command itself said there; the launcher has much to say of a process that failed."""
+    """What the command itself said there."""
     return [line for line in stderr.splitlines() if line.startswith("flysurgery: ")]
 
 
@@ -48,11 +48,12 @@ def left(folder: Path) -> list[str]:
 
 def test_two_processes_make_one_folder_and_one_report(images: Path, tmp_path: Path) -> None:
     (images / "broken.png").write_text("no image")
-    done = launch(tmp_path, PROGRAM, "well", *FIT, "--json")
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)["reconstruction"]
+    first, second = two_processes(tmp_path, PROGRAM, "well", *FIT, "--json")
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    found = json.loads(first.stdout)["reconstruction"]
     assert found["updates"] == 4 and found["after"]["relative_error"] <= found["before"]["relative_error"]
-    assert told(done.stderr) == ["flysurgery: 1 images in images cannot be read and are left out: broken.png"]
+    assert second.stdout == ""
+    assert told(first.stderr + second.stderr) == ["flysurgery: 1 images in images cannot be read and are left out: broken.png"]
     assert left(tmp_path) == ["images", "o", "program.py"]
     load(tmp_path / "o")
 

@@ -1,6 +1,6 @@
 """Processes of one program, and writes that are killed at any moment.
 
-Only ``launch`` starts a fresh interpreter. The others are forked from a process without threads that has imported the package once.
+All are forked from a process without threads that has imported the package once.
 """
 
 from __future__ import annotations
@@ -23,29 +23,17 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-ROOT = str(Path(__file__).parents[2])
 SECONDS = 300
 
 _APART = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
 _APART.set_forkserver_preload(["torch", "timm", "transformers", "flysurgery", "tests.checkpoint.conftest"])
 
 
-def launch(folder: Path, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run ``program`` in two processes by ``torchrun`` with ``folder`` as their working directory, where it lies as ``program.py`` then."""
-    (folder / "program.py").write_text(program)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py", *map(str, arguments)]
-    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
-        try:
-            out, err = launcher.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            launcher.terminate()  # by which it ends the processes that it started; a kill would leave them
-            raise
-    return subprocess.CompletedProcess(command, launcher.returncode, out, err)
-
-
 def two_processes(folder: Path, program: str, *arguments: object) -> list[subprocess.CompletedProcess[str]]:
-    """Run ``program`` in two processes as ``launch`` does, without a launcher that ends one when the other fails; what each did."""
+    """Run ``program`` in two processes with ``folder`` as their working directory, where it lies as ``program.py`` then; what each did.
+
+    They have the environment that ``torchrun`` gives, but no launcher that ends one when the other fails.
+    """
     file = folder / "program.py"
     file.write_text(program)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as the launcher of torchrun keeps one
