@@ -32,6 +32,7 @@ from tests.walker.toys import (
 )
 
 ATTENTION = {"one": "qkv", "two": "qkv", "three": "qkv", "four": "attn_out"}
+FUSED = {"apple": "qkv", "pear": "attn_out"}
 MLP = {"qkv": "ffn_in", "proj": "ffn_out"}
 
 
@@ -43,7 +44,7 @@ def test_arbitrary_names_in_a_whole_model() -> None:
     model = Stack(FusedAttention(), MisnamedMlp(), WrittenOutAttention(), Gated())
     assert roles(model, tokens(7)) == {
         "first": "other",
-        **under("blocks.0", {"apple": "qkv", "pear": "attn_out"}),
+        **under("blocks.0", FUSED),
         **under("blocks.1", MLP),
         **under("blocks.2", ATTENTION),
         **under("blocks.3", {"left": "ffn_in", "right": "ffn_in", "down": "ffn_out"}),
@@ -64,22 +65,6 @@ def with_values_written_elsewhere(self: Any, q: Tensor, k: Tensor, v: Tensor) ->
     return functional.scaled_dot_product_attention(turned, k, v)
 
 
-WRITTEN: dict[str, Callable[[], nn.Module]] = {
-    "einsum": lambda: WrittenOutAttention(by_einsum),
-    "values written elsewhere": lambda: WrittenOutAttention(with_values_written_elsewhere),
-    "softmax of query and key": lambda: WrittenOutAttention(lambda self, q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v)),
-    "no softmax": lambda: WrittenOutAttention(lambda self, q, k, v: q.relu() @ (k.relu().mT @ v)),
-}
-
-
-@pytest.mark.parametrize("kind", WRITTEN)
-def test_attention_is_known_however_it_is_written_and_does_not_blur_what_follows(kind: str) -> None:
-    model = Stack(WRITTEN[kind](), MisnamedMlp(), WrittenOutAttention())
-    expected = under("blocks.0", ATTENTION) | under("blocks.1", MLP) | under("blocks.2", ATTENTION)
-    assert roles(model, tokens(7)) == {"first": "other", **expected, "last": "head"}
-    assert codes(model, tokens(7)) == {"first": ("patch-embedding",), "last": ("head",)}
-
-
 def by_a_context(self: Any, x: Tensor, fused: Tensor) -> Tensor:
     """A score for each token, their weighted sum as a context, and the context times the values."""
     scores, keys, values = fused.split([1, WIDTH, WIDTH], -1)
@@ -92,13 +77,24 @@ def by_states(self: Any, x: Tensor, fused: Tensor) -> Tensor:
     return out @ self.inside(into.mT.softmax(-1) @ x)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: FusedAttention(by_a_context, 2 * WIDTH + 1), lambda: FusedAttention(by_states, 8, inside=nn.Linear(WIDTH, WIDTH))]
-)
-def test_contexts_and_states_that_attention_summed_up_are_read(make: Callable[[], nn.Module]) -> None:
-    found = roles(Stack(MisnamedMlp(), make(), MisnamedMlp()), tokens(7))
-    attention = {"apple": "qkv", "pear": "attn_out"} | ({"inside": "qkv"} if "blocks.1.inside" in found else {})
-    assert found == {"first": "other", **under("blocks.0", MLP), **under("blocks.1", attention), **under("blocks.2", MLP), "last": "head"}
+WRITTEN: list[tuple[Callable[[], nn.Module], dict[str, str]]] = [
+    (lambda: WrittenOutAttention(by_einsum), ATTENTION),
+    (lambda: WrittenOutAttention(with_values_written_elsewhere), ATTENTION),
+    (lambda: WrittenOutAttention(lambda self, q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v)), ATTENTION),
+    (lambda: WrittenOutAttention(lambda self, q, k, v: q.relu() @ (k.relu().mT @ v)), ATTENTION),
+    (lambda: FusedAttention(by_a_context, 2 * WIDTH + 1), FUSED),
+    (lambda: FusedAttention(by_states, 8, inside=nn.Linear(WIDTH, WIDTH)), FUSED | {"inside": "qkv"}),
+]
+
+
+@pytest.mark.parametrize(("make", "inside"), WRITTEN)
+def test_attention_is_known_however_it_is_written_and_does_not_blur_what_follows(
+    make: Callable[[], nn.Module], inside: dict[str, str]
+) -> None:
+    model = Stack(MisnamedMlp(), make(), MisnamedMlp(), WrittenOutAttention())
+    expected = under("blocks.0", MLP) | under("blocks.1", inside) | under("blocks.2", MLP) | under("blocks.3", ATTENTION)
+    assert roles(model, tokens(7)) == {"first": "other", **expected, "last": "head"}
+    assert codes(model, tokens(7)) == {"first": ("patch-embedding",), "last": ("head",)}
 
 
 def named_arguments(self: Any, x: Tensor, fused: Tensor) -> Tensor:
@@ -115,7 +111,7 @@ def under_autocast(self: Any, x: Tensor, fused: Tensor) -> Tensor:
 @pytest.mark.parametrize(("step", "order"), [(named_arguments, "vqk"), (under_autocast, "qkv")])
 def test_named_arguments_and_regions_under_autocast_are_followed(step: Any, order: str) -> None:
     model = FusedAttention(step)
-    assert roles(model, tokens()) == {"apple": "qkv", "pear": "attn_out"}
+    assert roles(model, tokens()) == FUSED
     assert named(model, tokens())["apple"].split == tuple(Slice(name, 24 * i, 24 * i + 24) for i, name in enumerate(order))
 
 
