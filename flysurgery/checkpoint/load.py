@@ -154,9 +154,7 @@ def _read(
         changed = f" with {dict(overrides)}" if overrides else ""
         raise CheckpointError(f"{folder} cannot be loaded{changed}: {error}") from error
     if header is not None:
-        _check_listed(file, header)
-        if verify:
-            _check_hashes(file, header)
+        _check_listed(file, header, verify=verify)
     _fill(model, file, device, dtype)
     return model
 
@@ -193,20 +191,16 @@ def _check_tensors(file: TensorFile, model: nn.Module) -> None:
             raise CheckpointError(f"{file.path} does not fit its plan: {name} is {dtype} instead of {tensor.dtype}")
 
 
-def _check_listed(file: TensorFile, header: Header) -> None:
-    """Refuse a file with other tensors or dtypes than its header lists."""
+def _check_listed(file: TensorFile, header: Header, *, verify: bool) -> None:
+    """Refuse a file with other tensors or dtypes than its header lists, or, by reading the whole file once, with other hashes."""
     listed = {name: SAFETENSORS_DTYPES.get(dtype) for name, (dtype, _) in header.tensors.items()}
     for name in (*file.dtypes, *listed):
         if file.dtypes.get(name) != listed.get(name):
             raise CheckpointError(
                 f"{file.path} is damaged: its header lists {name} as {listed.get(name)}, and it is {file.dtypes.get(name)}"
             )
-
-
-def _check_hashes(file: TensorFile, header: Header) -> None:
-    """Refuse a file with data that do not match the hash that the header has of them. Reads the whole file once."""
-    found = sha256_of_each(header.tensors, file.window)
-    wrong = [name for name, (_, sha256) in header.tensors.items() if found[name] != sha256]
+    found = sha256_of_each(header.tensors, file.window) if verify else {}
+    wrong = [name for name, sha256 in found.items() if sha256 != header.tensors[name][1]]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise CheckpointError(

@@ -30,7 +30,14 @@ def build_shell(plan: Plan, limits: Limits) -> nn.Module:
     """
     limits.check_arguments(plan.base_args)
     with torch.random.fork_rng(devices=[]):
-        model = _try_build(plan, limits)
+        try:
+            model = _build(plan, limits, parameters_on_meta=True)
+        except LimitError:
+            raise
+        except ModelError as error:
+            if "meta" not in str(error.__cause__).lower():
+                raise
+            model = None  # the constructor wants numbers that meta does not have
         if model is None or _has_meta_state(model):
             model = _build(plan, limits, parameters_on_meta=False)
         install(plan, model)
@@ -47,18 +54,6 @@ def build_random(plan: Plan, overrides: Mapping[str, Any]) -> nn.Module:
             if isinstance(module, ButterflyLinear | nn.Linear):
                 module.reset_parameters()
     return model
-
-
-def _try_build(plan: Plan, limits: Limits) -> nn.Module | None:
-    """The base with its parameters on meta; None where its constructor wants numbers that meta does not have."""
-    try:
-        return _build(plan, limits, parameters_on_meta=True)
-    except LimitError:
-        raise
-    except ModelError as error:
-        if "meta" in str(error.__cause__).lower():
-            return None
-        raise
 
 
 def _build(plan: Plan, limits: Limits, *, parameters_on_meta: bool) -> nn.Module:
