@@ -27,16 +27,17 @@ def test_timm_base_equals_timm() -> None:
     assert giant.num_classes == 1024 and all(tensor.is_meta for tensor in giant.state_dict().values())
 
 
-@pytest.mark.parametrize("base", ["vit_pytorch:ViT", "vit_pytorch.vit:ViT", "vit_pytorch.simple_vit:SimpleViT"])
-def test_vit_pytorch_names(base: str) -> None:
+@pytest.mark.parametrize(
+    ("base", "arguments"),
+    [
+        *((base, VIT_PYTORCH | {"image_size": [16, 32]}) for base in ("vit_pytorch:ViT", "vit_pytorch.simple_vit:SimpleViT")),
+        ("torchvision:vit_b_16", {"image_size": 32, "num_classes": 5}),
+    ],
+)
+def test_bases_of_other_libraries(base: str, arguments: dict[str, Any]) -> None:
     """A size of two sides is a list in JSON, and must become a tuple."""
-    model = build_base(base, {**VIT_PYTORCH, "image_size": [16, 32]})
-    assert type(model).__name__ == base.partition(":")[2] and model(torch.zeros(1, 3, 16, 32)).shape == (1, 5)
-
-
-def test_torchvision_names() -> None:
-    model = build_base("torchvision:vit_b_16", {"image_size": 32, "num_classes": 5}, device="meta")
-    assert model(torch.zeros(1, 3, 32, 32, device="meta")).shape == (1, 5)
+    sides = (16, 32) if "vit_pytorch" in base else (32, 32)
+    assert build_base(base, arguments, device="meta")(torch.zeros(1, 3, *sides, device="meta")).shape == (1, 5)
 
 
 NAMES = (

@@ -102,12 +102,6 @@ def test_without_weights_it_is_random(saved: Path, converted: Converted) -> None
     assert not torch.equal(first.blocks[0].mlp.fc1.factors[0], converted[0].blocks[0].mlp.fc1.factors[0])
 
 
-def test_overlay_of_the_data_description(saved: Path) -> None:
-    model = create(saved, pretrained_cfg_overlay={"mean": (0.1, 0.2, 0.3), "crop_pct": 1.0})
-    config = timm.data.resolve_model_data_config(model)
-    assert (config["mean"], config["crop_pct"], config["input_size"]) == ((0.1, 0.2, 0.3), 1.0, (3, 16, 16))
-
-
 def test_what_timm_saves_is_opened(converted: Converted, tmp_path: Path) -> None:
     """Such a folder has no header: its plan is in ``config.json``."""
     model, expected = copy.deepcopy(converted[0]), outputs(converted[0])

@@ -92,15 +92,6 @@ def test_an_opened_model_is_no_quantized_one(folders: Path, kind: str, tmp_path:
     transformers.ViTForImageClassification.from_pretrained(tmp_path)
 
 
-def test_saved_again_by_the_other_way(folders: Path, tmp_path: Path) -> None:
-    flysurgery.save(flysurgery.load(folders / "theirs"), tmp_path / "again")
-    transformers.AutoModelForImageClassification.from_pretrained(folders / "ours").save_pretrained(tmp_path / "back")
-    x = torch.randn(2, 3, 32, 32)
-    wanted = flysurgery.load(folders / "ours")(x).logits
-    assert torch.equal(flysurgery.load(tmp_path / "again")(x).logits, wanted)
-    assert torch.equal(flysurgery.load(tmp_path / "back")(x).logits, wanted)
-
-
 def test_after_an_error_the_configuration_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers.ViTModel(transformers.ViTConfig(**TRUNK)).eval()
     plan = flysurgery.plan(model)
