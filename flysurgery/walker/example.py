@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flysurgery.errors import WalkError, first_line
-from flysurgery.walker.trace import device_of, on_shadow, run_fake
+from flysurgery.walker.trace import device_of, on_device, run_fake, shadow
 
 Example: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """The arguments of one forward: a tensor, a tuple by position, or a mapping by name (a dict, or what processors of transformers give)."""
@@ -48,7 +48,8 @@ def example_input(
     examples = itertools.chain((_zeros(model, size) for size in sizes), _with_tokens(model))
     for example in examples:
         try:
-            on_shadow(model, positional(model, example), run_fake)
+            double = shadow(model)
+            run_fake(double, on_device(positional(model, example), device_of(double)))
         except Exception as error:  # whatever the forward raises, it means that this example is not it
             shapes = " and ".join(str(tuple(each.shape)) for each in pytree.tree_leaves(example))
             reason = reason or f", and zeros of shape {shapes} fail ({first_line(error)})"

@@ -16,15 +16,15 @@ from flysurgery.walker.linears import Call, find_calls
 from flysurgery.walker.owners import Owners, set_switches
 from flysurgery.walker.roles import verdicts
 from flysurgery.walker.target import ROLES, Role, Switch
-from flysurgery.walker.trace import Trace, device_of, first_tensor, on_device, on_shadow, trace
+from flysurgery.walker.trace import Trace, device_of, first_tensor, on_device, shadow, trace
 
 
 @dataclass(frozen=True)
 class Survey:
     """A traced model: its graph, who owns what in it, its multiplications by a weight, and the role of each.
 
-    ``double`` is the stand-in that was traced, with the model's tensors and ``switches`` set; ``example`` are the inputs, on the
-    model's device. ``switches`` has the linears' names as keys, ``verdicts`` the nodes of ``calls``: a role, or an obstacle's code.
+    ``double`` is the stand-in that was traced, with the model's tensors and ``switches`` set; ``example`` are the inputs, on its device.
+    ``switches`` has the linears' names as keys, ``verdicts`` the nodes of ``calls``: a role, or an obstacle's code.
     """
 
     double: nn.Module
@@ -49,13 +49,10 @@ def survey(model: nn.Module, example: Example | None = None, *, prepare: Callabl
     """
     if not isinstance(model, nn.Module):
         raise WalkError(f"expected a torch.nn.Module to walk, got {type(model).__name__}")
-    inputs = on_device(positional(model, example_input(model) if example is None else example), device_of(model))
+    double = shadow(model)
+    inputs = on_device(positional(model, example_input(model) if example is None else example), device_of(double))
     if any(isinstance(each, Tensor) and each.numel() == 0 for each in inputs):
         raise WalkError(f"the example of {type(model).__name__} is empty; give one with at least one sample")
-    return on_shadow(model, inputs, lambda double, inputs: _survey(double, inputs, prepare))
-
-
-def _survey(double: nn.Module, inputs: tuple[Any, ...], prepare: Callable[[nn.Module], None] | None) -> Survey:
     if prepare is not None:
         prepare(double)
     switches = set_switches(double)

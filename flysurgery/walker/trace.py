@@ -11,10 +11,10 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CellType, FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,6 @@ from flysurgery.walker.target import HOOKS
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-Result = TypeVar("Result")
-
 
 def device_of(model: nn.Module) -> torch.device:
     """The device of the model's first parameter or buffer; the CPU where it has none."""
@@ -41,8 +39,10 @@ def shadow(model: nn.Module) -> nn.Module:
     """A copy of the module tree that holds the same parameters and buffers (not copies of them), in eval mode and without hooks.
 
     What is set on it, or stored by a trace, does not reach ``model``. Hooks of transformers stay: its models collect hidden states by them.
+    Tensors on meta become empty ones on the CPU, on which numbers that a forward computes from shapes are known. Nobody writes them, so
+    they take no memory.
     """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    memo: dict[int, Any] = {id(tensor): _on_cpu(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())}
     for module in model.modules():
         # deepcopy refuses tensors that are results of operations, such as an attention map kept for later
         kept = [value for value in vars(module).values() if isinstance(value, Tensor)]
@@ -59,32 +59,11 @@ def shadow(model: nn.Module) -> nn.Module:
     return double.eval()
 
 
-def shadow_on_cpu(model: nn.Module) -> nn.Module:
-    """A ``shadow`` with tensors on the CPU in place of those on the meta device; nobody writes them, so they take no memory."""
-    double = shadow(model)
-    made: dict[int, Tensor] = {}
-    for module in double.modules():
-        for store in (module._parameters, module._buffers):
-            for name, tensor in store.items():
-                if tensor is not None and tensor.is_meta:
-                    if id(tensor) not in made:
-                        empty = torch.empty_like(tensor, device="cpu")
-                        made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-                    store[name] = made[id(tensor)]  # pyright: ignore[reportArgumentType]
-    return double
-
-
-def on_shadow(model: nn.Module, example: tuple[Any, ...], run: Callable[[nn.Module, tuple[Any, ...]], Result]) -> Result:
-    """The result of ``run`` on a ``shadow`` of the model and the example.
-
-    Numbers that a forward computes from shapes, and then reads, are known on the CPU and not on meta: what fails there runs again.
-    """
-    try:
-        return run(shadow(model), example)
-    except Exception:
-        if device_of(model).type != "meta":
-            raise
-    return run(shadow_on_cpu(model), on_device(example, torch.device("cpu")))
+def _on_cpu(tensor: Tensor) -> Tensor:
+    if not tensor.is_meta:
+        return tensor
+    empty = torch.empty_like(tensor, device="cpu")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def on_device(example: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
@@ -226,10 +205,6 @@ def run_fake(double: nn.Module, example: tuple[Any, ...]) -> Any:
     """The result of a forward pass of a ``shadow`` on fake tensors: shapes without data. Whatever the forward raises, passes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    tensors = [leaf for leaf in (*double.parameters(), *double.buffers(), *pytree.tree_leaves(example)) if isinstance(leaf, Tensor)]
-    if all(tensor.is_meta for tensor in tensors):
-        with isolated(double):  # nothing to fake, and twice as fast
-            return double(*example)
     with isolated(double), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         result = double(*pytree.tree_map_only(Tensor, mode.from_tensor, example))
     _forget_sources(mode)
