@@ -120,35 +120,21 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
     return made
 
 
-def set_argument(files: Files, draw: random.Random) -> None:
-    """Another value for an argument of the base, with matching hashes."""
+def change(files: Files, draw: random.Random) -> None:
+    """Another value for an argument, or another entry of the plan, the configuration, the header or the data; hashes mostly match."""
+    what = draw.choice(("argument",) * 6 + ("plan",) * 4 + ("config",) * 3 + ("header",) * 5 + ("data",))
     parts = files.plan
-    name = draw.choice((*files.arguments, *parts["base_args"]))
-    value = draw.choice(LIKELY if draw.random() < 0.5 else VALUES)
-    parts["base_args"][name] = [value] * draw.randint(1, 4) if draw.random() < 0.2 else value
-    files.set_plan(parts)
-
-
-def edit_plan(files: Files, draw: random.Random) -> None:
-    parts = files.plan
-    edit(parts, draw)
-    files.set_plan(parts)
-
-
-def edit_config(files: Files, draw: random.Random) -> None:
-    edit(files.config, draw)
-
-
-def edit_header(files: Files, draw: random.Random) -> None:
-    """Another dtype, shape, place or name of a stored tensor, or another entry of the header's own."""
-    edit(files.header, draw)
-    if draw.random() < 0.7:
-        files.list_tensors()
-
-
-def edit_data(files: Files, draw: random.Random) -> None:
-    files.data = flipped(files.data, draw.randrange(len(files.data)), draw)
-    if draw.random() < 0.7:
+    if what == "argument":
+        name = draw.choice((*files.arguments, *parts["base_args"]))
+        value = draw.choice(LIKELY if draw.random() < 0.5 else VALUES)
+        parts["base_args"][name] = [value] * draw.randint(1, 4) if draw.random() < 0.2 else value
+    elif what == "data":
+        files.data = flipped(files.data, draw.randrange(len(files.data)), draw)
+    else:
+        edit({"plan": parts, "config": files.config, "header": files.header}[what], draw)
+    if what in ("argument", "plan"):
+        files.set_plan(parts)
+    if what in ("header", "data") and draw.random() < 0.7:
         files.list_tensors()
 
 
@@ -178,15 +164,12 @@ def edit(value: Any, draw: random.Random) -> None:
         value[key] = draw.choice(VALUES)
 
 
-CHANGES = (*(set_argument,) * 6, *(edit_plan,) * 4, *(edit_config,) * 3, *(edit_header,) * 5, edit_data)
-
-
 def damaged(files: Files, draw: random.Random) -> tuple[Files, dict[str, bytes]]:
-    """The files with one to three changes, and their content, of which some bytes may be others, missing or too many."""
+    """The files after one to three changes, and their content, of which some bytes may be others, missing or too many."""
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         changed = files.copy()
         try:
-            draw.choice(CHANGES)(changed, draw)
+            change(changed, draw)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError):  # an earlier change took away what this one changes
             continue
         files = changed
