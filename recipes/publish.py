@@ -16,23 +16,21 @@ import recipe
 from flysurgery.bench.rows import check_file
 from flysurgery.errors import OptionError
 
-LEFT_OUT = frozenset(
-    {
-        *("iqr_ms", "iqr_us", "iqr_joules", "windows", "window_s"),
-        *("bytes_moved", "flops", "bound_ms", "bound_us", "config", "device_type", "driver", "flysurgery", "clocks_mhz"),
-    }
-)
-
+LEFT_OUT = {"iqr_ms", "bytes_moved", "flops", "bound_ms", "device_type", "driver", "flysurgery", "clocks_mhz", "backend", "paper_ratio"}
 STAMP = ("date", "device", "threads", "torch", "commit")
 
 
 def merged(earlier: pd.DataFrame, new: pd.DataFrame, *, add: bool = False) -> pd.DataFrame:
-    """Earlier rows and new ones under the columns of both, those of each table one after the other."""
+    """Earlier rows and new ones under the columns of both, those of each table one after the other.
+
+    Of the stamp only what earlier rows have is kept.
+    """
+    left_out = LEFT_OUT | (set(STAMP) - set(earlier) if len(earlier) else set())
     key = [name for name in ("table", "device") if name in new]
     if len(earlier) and not add:
         replaced = set(new[key].itertuples(index=False, name=None))
         earlier = earlier.loc[[row not in replaced for row in earlier.reindex(columns=key).itertuples(index=False, name=None)]]
-    rows = pd.concat([earlier, new]).drop(columns=[*LEFT_OUT], errors="ignore").fillna("")
+    rows = pd.concat([earlier, new]).drop(columns=[*left_out], errors="ignore").fillna("")
     if "table" in rows:
         order = {name: place for place, name in enumerate(dict.fromkeys(rows["table"]))}
         rows = rows.sort_values("table", key=lambda names: names.map(order), kind="stable")

@@ -212,10 +212,10 @@ def test_rows_are_published_beside_those_of_other_tables(run_recipe: RunRecipe, 
     publish = run_program  # pyright: ignore
     rows = run_recipe("vits.py table6", *ONE_LINEAR)
     results = tmp_path / "results.csv"
-    results.write_text("table,unit,device,kept\ntable3,FFN,an H200,7\ntable6,gone," + f"{rows[0]['device']},\n")
+    results.write_text("table,unit,kept,device,commit\ntable3,FFN,7,an H200,a\ntable6,gone,," + f"{rows[0]['device']},a\n")
     publish("publish.py", tmp_path / "rows.csv", "--table", "table6", "--into", results)  # pyright: ignore
     columns, found = read_table(results)
-    assert columns[:4] == ["table", "unit", "kept", "model"] and columns[-1] == "commit" and "flops" not in columns
+    assert columns[:4] == ["table", "unit", "kept", "model"] and columns[-2:] == ["device", "commit"] and "flops" not in columns
     assert [(row["table"], row["unit"], row["kept"]) for row in found] == [
         ("table3", "FFN", "7"),
         *(("table6", "linear N x N", "") for _ in rows),
