@@ -28,7 +28,7 @@ COMMANDS = [" ".join((name, *table)) for name, text in INDEX["programs"]().items
 """Each recipe, and those of several tables once more for each."""
 
 NEED_CUDA = [
-    *("accuracy.py fractals", "from_scratch.py fractals", "sanitize_kernels.py", "gate.py", "real_weights.py --photographs ."),
+    *("accuracy.py fractals", "from_scratch.py fractals", "gate.py", "real_weights.py --photographs ."),
     *("factors.py energy", "vits.py optimized", "vits.py headline", "vits.py training", "vits.py finetune"),
     *(command for command in COMMANDS if command.startswith("kernel_tables.py ")),
 ]
