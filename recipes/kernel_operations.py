@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from recipe import Place, Run
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
@@ -18,12 +17,8 @@ from flysurgery import ops
 from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.bench.ceilings import Work
 from flysurgery.factors import factors_to_dense, ks_einsum
-from flysurgery.gpu.factor_by_factor import run_wide_ffn, run_wide_group
 from flysurgery.gpu.gradients import all_gradients
-from flysurgery.gpu.layer_norm import run_layer_norm
-from flysurgery.layers import ButterflyLinear, SplitLinear
-from flysurgery.ops import BACKENDS, Dense, FusedFactors, Gated, Linear, Norm, ks_linear
-from flysurgery.ops.launches import fused_norm_linear, linear_epilogue
+from flysurgery.ops import Dense, FusedFactors, Norm
 from flysurgery.patterns import Architecture, gonon, monarch
 
 HEAD = 64
@@ -109,8 +104,6 @@ def _dense(operand: Any) -> Any:
     if isinstance(operand, FusedFactors):
         weight = factors_to_dense([factor.double() for factor in operand.factors])
         return Dense(weight.to(operand.factors[0].dtype), operand.bias)
-    if isinstance(operand, Gated):
-        return Gated(tuple(map(_dense, operand.members)), operand.gate)
     if isinstance(operand, list):  # one matrix, as models have it for q, k and v
         weights, biases = zip(*map(_dense, operand), strict=True)
         return [Dense(torch.cat(weights), torch.cat(biases))]
@@ -122,25 +115,7 @@ def _weights(operand: Any) -> list[Tensor]:
         return list(operand.factors)
     if isinstance(operand, Dense):
         return [operand.weight]
-    members = operand.members if isinstance(operand, Gated) else operand if isinstance(operand, list) else ()
-    return [each for member in members for each in _weights(member)]
-
-
-def _ffn(compute: Compute, x: Tensor, *operands: Any) -> Tensor:
-    return compute(x, ops.FeedForward(*operands))
-
-
-def _norm_linear(compute: Compute, x: Tensor, norm: Norm, group: list[Linear]) -> Tensor:
-    return compute(x, ops.NormLinears(norm, group))
-
-
-def _residual(compute: Compute, x: Tensor, linear: Linear) -> Tensor:
-    return compute(x, ops.LinearResidual(linear, x))
-
-
-def _linears(_: Compute, x: Tensor, group: list[Linear]) -> Tensor:
-    run = [functional.linear(x, *each) if isinstance(each, Dense) else ks_linear(x, each.factors, each.bias) for each in group]
-    return run[0] if len(run) == 1 else torch.cat(run, dim=-1)
+    return [each for member in operand for each in _weights(member)] if isinstance(operand, list) else []
 
 
 def _attention(compute: Compute, x: Tensor) -> Tensor:  # shapes: (images, tokens, 3 * width), (images, tokens, width)
@@ -148,107 +123,50 @@ def _attention(compute: Compute, x: Tensor) -> Tensor:  # shapes: (images, token
     return compute(q, ops.Attention(k, v)).transpose(1, 2).flatten(2)
 
 
-def attention(place: Place, *, images: int, tokens: int, heads: int, mode: str) -> Case:
-    """q, k and v as views of what one linear gives."""
-    operation = Operation(_attention)
+def by_backend(backend: SDPBackend) -> Run:
+    """Attention by one of PyTorch's backends."""
 
-    def by(backend: SDPBackend) -> Run:
-        def run(x: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return operation.by(plainly)(x)
+    def run(x: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return _attention(plainly, x)
 
-        return run
-
-    runs = {
-        "pytorch": operation.by(plainly),
-        "cudnn": by(SDPBackend.CUDNN_ATTENTION),
-        "flash": by(SDPBackend.FLASH_ATTENTION),
-        "flysurgery": place.kernel(operation.by(ops.run)),
-    }
-    x = Drawn(place, mode).tensor(images, tokens, 3 * heads * HEAD)
-    return operation.case(x, runs, checked=8, flops=4 * images * heads * tokens * tokens * HEAD, baseline="pytorch", worst=1.25)
+    return run
 
 
 def block_part(
     place: Place,
     *,
     part: str,
-    architecture: str,
     width: int,
     rows: int,
     mode: str,
     candidates: tuple[str, ...],
+    architecture: str = "gonon",
     activation: str = "gelu",
+    tokens: int = TOKENS,
 ) -> Case:
     """A part of a block, converted, and those of its candidates that are named."""
     drawn, family = Drawn(place, mode), FAMILIES[architecture]
-    norm, x, square, flops = drawn.norm(width), drawn.tensor(rows, width), family(width, width), None
-    ways: dict[str, Run] = {}
+    norm, x, square = drawn.norm(width), drawn.tensor(rows, width), family(width, width)
+    how: dict[str, Any] = {"worst": 2}
     if part == "feed-forward":
         up, down = drawn.linear(family(4 * width, width)), drawn.linear(family(width, 4 * width))
-        operation = Operation(_ffn, (norm, up, down, activation))
-        ways = {
-            "factor by factor": lambda x: run_wide_ffn(x, norm, up, down, activation, None, True),
-            "a launch a layer": lambda x: linear_epilogue(fused_norm_linear(x, norm, [up], activation), down, residual=x),
-        }
+        operation = Operation(lambda compute, x, *own: compute(x, ops.FeedForward(*own)), (norm, up, down, activation))
+        how = {"worst": 3, "base": x}
     elif part == "norm and q, k, v":
         group = [drawn.linear(square) for _ in range(3)]
-        operation = Operation(_norm_linear, (norm, group))
-
-        def two_launches(x: Tensor) -> Tensor:
-            normed = run_layer_norm(x, norm.weight, norm.bias, norm.eps)
-            return ops.ks_linear_group(normed, [member.factors for member in group], [member.bias for member in group])
-
-        ways = {
-            "factor by factor": lambda x: run_wide_group(x, norm, group),
-            "one launch": lambda x: fused_norm_linear(x, norm, group, "none"),
-            "two launches": two_launches,
-        }
+        operation = Operation(lambda compute, x, *own: compute(x, ops.NormLinears(*own)), (norm, group))
     elif part == "output projection":
-        operation = Operation(_residual, (drawn.linear(square),))
-    else:
-        operation, x = Operation(_attention), drawn.tensor(rows // TOKENS, TOKENS, 3 * width)
-        flops = 4 * rows * TOKENS * width
-    launched = {name: place.kernel(run) for name, run in ways.items()}
-    known = operation.runs(place) | launched
-    if part == "attention":  # it has no weights
-        known = {name: run for name, run in known.items() if name in ("dense", "dense fused")}
-    is_ffn = part == "feed-forward"
+        operation = Operation(lambda compute, x, linear: compute(x, ops.LinearResidual(linear, x)), (drawn.linear(square),))
+    else:  # q, k and v as views of what one linear gives
+        operation, x = Operation(_attention), drawn.tensor(rows // tokens, tokens, 3 * width)
+        how |= {"checked": 8, "flops": 4 * rows * tokens * width}
+    known = operation.runs(place)
+    if part == "attention":  # it has no factors
+        known = {name: known[name] for name in ("dense", "dense fused")}
+        known |= {"cudnn": by_backend(SDPBackend.CUDNN_ATTENTION), "flash": by_backend(SDPBackend.FLASH_ATTENTION)}
     runs = {name: known[name] for name in candidates if name in known}
-    return operation.case(x, runs, flops=flops, base=x if is_ffn else None, worst=3 if is_ffn else 2)
-
-
-@dataclass(frozen=True)
-class GatedBlock:
-    """Sizes of a model's block. ``apart``: gate and value have layers of their own; ``inner``: a norm stands before the last layer."""
-
-    width: int
-    hidden: int
-    apart: bool = False
-    inner: bool = False
-    scaled: bool = False
-
-
-GATED_BLOCKS = {
-    "eva02_tiny": GatedBlock(192, 512),
-    "eva02_small": GatedBlock(384, 1024),
-    "eva02_base": GatedBlock(768, 2048, apart=True, inner=True),
-    "vit_giant_patch14_dinov2": GatedBlock(1536, 4096, scaled=True),
-}
-
-
-def gated_ffn(place: Place, *, model: str, rows: int, mode: str) -> Case:
-    """A gated feed-forward block with norm, residual, and what else the model has there; Monarch with four blocks."""
-    block, drawn = GATED_BLOCKS[model], Drawn(place, mode)
-    width, hidden = block.width, block.hidden
-    sizes = [hidden, hidden] if block.apart else [2 * hidden]
-    up, down = Gated(tuple(drawn.linear(monarch(size, width)) for size in sizes)), drawn.linear(monarch(width, hidden))
-    scale, inner = drawn.tensor(width, deviation=0.1) if block.scaled else None, drawn.norm(hidden) if block.inner else None
-    operation = Operation(_ffn, (drawn.norm(width), up, down, "silu", scale, True, inner))
-    x, checked = drawn.tensor(rows, width), min(4096, rows)
-    runs = operation.runs(place)
-    del runs["dense compiled"]
-    return operation.case(x, runs, checked=checked, base=x[:checked], columns={"width": width, "hidden": hidden}, worst=2)
+    return operation.case(x, runs, **how)
 
 
 LAYERS: dict[str, tuple[Architecture, int]] = {
@@ -261,23 +179,6 @@ LAYERS: dict[str, tuple[Architecture, int]] = {
     "monarch down": (monarch(384, 1536), 1),
 }
 """The layers of a ViT-S/16's block, and how many linears each is."""
-
-
-def linear(place: Place, *, layer: str, rows: int, mode: str) -> Case:
-    """A ButterflyLinear (for q, k and v a SplitLinear) as it stands in a model, beside the multiplications that others prepare."""
-    (architecture, linears), dtype = LAYERS[layer], TIMED_MODES[mode]
-    # Weights that do not train, made outside inference mode, are packed once; others at each call, so that changes are seen.
-    parts = [ButterflyLinear(architecture, device=place.device, dtype=dtype).requires_grad_(False) for _ in range(linears)]
-    operation = Operation(_linears, ([FusedFactors(tuple(part.factors), part.bias) for part in parts],))
-    runs: dict[str, Run | str] = {
-        "dense": operation.dense.by(plainly),
-        "layer": parts[0] if linears == 1 else SplitLinear(dict(zip("qkv", parts, strict=True))),
-    }
-    for name in ("bmm", "einsum"):
-        bound = [BACKENDS[name].bind(tuple(part.factors), part.bias) for part in parts]
-        runs[name] = lambda x, bound=bound: bound[0](x) if len(bound) == 1 else torch.cat([run(x) for run in bound], dim=-1)
-    x = Drawn(place, mode).tensor(rows, architecture.in_features)
-    return operation.case(x, runs, columns={"architecture": architecture, "linears": linears})
 
 
 def factor_gradients(place: Place, *, layer: str, rows: int, mode: str) -> Case:

@@ -64,10 +64,7 @@ def parts(protocol: str, model: str, arch: str) -> Mapping[str, Unit]:
         OptionError: the model is no ViT with ``blocks``, ``embed_dim`` and ``patch_embed``.
     """
     sizes, prefix_tokens = vit_sizes(model)
-    if protocol == "paper":
-        found = _paper_units(sizes, arch)
-    else:
-        found = _today_units(sizes, sizes.tokens + prefix_tokens, _seeded(partial(converted_timm, model, arch)))
+    found = _paper_units(sizes, arch) if protocol == "paper" else _today_units(model, arch, sizes, sizes.tokens + prefix_tokens)
     return {unit.name: unit for unit in found}
 
 
@@ -83,9 +80,9 @@ def vit_sizes(model: str) -> tuple[VitSizes, int]:
     return sizes, int(getattr(vit, "num_prefix_tokens", 0))
 
 
-def converted_timm(model: str, arch: str) -> nn.Module:
+def converted_timm(model: str, arch: str, **arguments: Any) -> nn.Module:
     """Build a timm model converted with random factors: nothing is projected, as times do not depend on values."""
-    vit = timm.create_model(model, pretrained=False).eval()
+    vit = timm.create_model(model, pretrained=False, **arguments).eval()
     install(plan(vit, arch), vit)
     reset(vit)
     return vit
@@ -114,11 +111,12 @@ def _paper_units(sizes: VitSizes, arch: str) -> Iterator[Unit]:
     yield Unit("model", _seeded(lambda: PaperVit(sizes, make)), (3, sizes.image, sizes.image), tokens)
 
 
-def _today_units(sizes: VitSizes, tokens: int, build: Callable[[], nn.Module]) -> Iterator[Unit]:
-    built = cache(build)  # its plan takes seconds
+def _today_units(model: str, arch: str, sizes: VitSizes, tokens: int) -> Iterator[Unit]:
+    whole = cache(_seeded(partial(converted_timm, model, arch)))  # its plan takes seconds
+    one = cache(_seeded(partial(converted_timm, model, arch, depth=1)))
 
     def part(of: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
-        return lambda: copy.deepcopy(of(built())).eval()  # a Residual around parts of the model is in training mode
+        return lambda: copy.deepcopy(of(one())).eval()  # a Residual around parts of the model is in training mode
 
     token, wide = (tokens, sizes.width), (tokens, 4 * sizes.width)
     yield Unit("qkv + bias", part(lambda vit: vit.blocks[0].attn.qkv), token, tokens)
@@ -127,7 +125,7 @@ def _today_units(sizes: VitSizes, tokens: int, build: Callable[[], nn.Module]) -
     yield Unit("FFN", part(lambda vit: Residual(vit.blocks[0].norm2, vit.blocks[0].mlp)), token, tokens)
     yield Unit("attention", part(lambda vit: Residual(vit.blocks[0].norm1, vit.blocks[0].attn)), token, tokens)
     yield Unit("block", part(lambda vit: vit.blocks[0]), token, tokens)
-    yield Unit("model", part(lambda vit: vit), (3, sizes.image, sizes.image), tokens)
+    yield Unit("model", lambda: copy.deepcopy(whole()), (3, sizes.image, sizes.image), tokens)
 
 
 class Residual(nn.Module):

@@ -42,7 +42,7 @@ from vit_units import PROTOCOLS, parts
 
 from flysurgery.bench import Record
 
-CANDIDATES = ("dense", "layer", "two launches", "fused modules", "bmm", "einsum", "bsr")
+CANDIDATES = ("dense", "dense optimized", "layer", "two launches", "fused modules", "bmm", "einsum", "bsr")
 WHOLE = ("dense", "dense optimized", "converted", "optimized", "dense compiled", "optimized compiled")
 UNITS = (*PAPER, "qkv + bias")
 FREE = ("model", "arch")

@@ -14,7 +14,7 @@ from tests.recipes.conftest import RECIPES, RunRecipe, picture
 
 ONE_LINEAR = ("--model", "test_vit", "--arch", "monarch", "--protocol", "paper", "--unit", "linear N x N", "--candidates", "dense,bmm")
 
-KERNELS = ("attention", "norm_linear", "fused_linear", "factor_gradients", "fused_ffn", "few_rows", "gated_ffn", "wide")
+KERNELS = ("attention", "norm_linear", "factor_gradients", "fused_ffn", "few_rows")
 
 
 def test_table_3_has_every_part_right_in_both_protocols(run_recipe: RunRecipe) -> None:
@@ -54,7 +54,7 @@ def test_axes_and_candidates_are_options_and_a_second_run_adds(run_recipe: RunRe
 
 SENTENCES = [
     ("vits.py table6", "--mode tf32", "there is no mode 'tf32' on cpu"),
-    ("vits.py table6", "--candidates dense,bsm", "there is no 'bsm'; choose from dense, layer"),
+    ("vits.py table6", "--candidates dense,bsm", "there is no 'bsm'; choose from dense, dense optimized, layer"),
     ("vits.py table6", "--unit blok", "there is no 'blok'; choose from linear N x N"),
     ("vits.py table6", "--launch grph", "there is no 'grph'; choose from graph, eager"),
     ("vits.py table6", "--launch graph", "there is nothing to measure by these options on this device"),
@@ -150,9 +150,8 @@ def test_every_case_of_a_kernel_can_be_made(name: str) -> None:
 
     assert tuple(TABLES) == KERNELS
     table, place = TABLES[name], Place(torch.device("cpu"), quick=False)
-    small: dict[str, Any] = {"mode": ("fp32",)} | ({"rows": (197 if name == "few_rows" else 16,)} if "rows" in table.axes else {})
-    for head in table.heads(place, **small):
-        head |= {"images": 2} if name == "attention" else {}
+    for head in table.heads(place, mode=("fp32",)):
+        head |= {"rows": 2 * head["tokens"] if name == "attention" else 197 if name == "few_rows" else 16}
         case = table.make(place, **head, **({"candidates": table.candidates} if table.candidates else {}))  # pyright: ignore
         assert case.baseline in case.runs and {*case.columns} == {*table.columns}
         for candidate, run in case.runs.items():
@@ -165,9 +164,9 @@ def test_a_quick_table_of_a_kernel_is_timed_once(
     run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("flysurgery.bench.ceilings.PRODUCT_SIZE", {"cpu": 256})
-    rows = run_recipe("kernel_tables.py fused_linear", "--seconds", "0.01")
+    rows = run_recipe("kernel_tables.py norm_linear", "--seconds", "0.01")
     timed = {row["candidate"].removesuffix(" again") for row in rows if row["median_ms"]}
-    assert timed == {"dense", "layer", "bmm", "einsum"}
+    assert timed == {"dense"}
     for row in rows:
         assert row["device"] and row["launch"] == "eager"
         assert bool(row["median_ms"]) == (row["status"] == "ok" or row["status"].startswith("noisy"))
@@ -175,7 +174,7 @@ def test_a_quick_table_of_a_kernel_is_timed_once(
     said = capsys.readouterr().out
     assert all(row["candidate"].split()[0] in said for row in rows)
     monkeypatch.setattr("flysurgery.bench.measuring.measure", None)
-    assert run_recipe("kernel_tables.py fused_linear") == rows, "nothing is measured again"
+    assert run_recipe("kernel_tables.py norm_linear") == rows, "nothing is measured again"
 
 
 @pytest.fixture
