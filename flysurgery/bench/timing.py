@@ -213,14 +213,12 @@ def captured(run: Run, inputs: Sequence[Tensor], pool: Any) -> torch.cuda.CUDAGr
 
 
 def modes_of(text: str, device: torch.device) -> tuple[str, ...]:
-    """Read modes such as ``fp32,bf16``; ``all`` is every mode that the device has. Only CUDA has TF32.
+    """Read modes such as ``fp32,bf16``; ``all`` is every mode. Only CUDA has TF32.
 
     Raises:
-        OptionError: an unknown mode, or one that the device does not have.
+        OptionError: an unknown mode, or TF32 on another device than CUDA.
     """
-    known = ("fp32", "fp16", "bf16")
-    if device.type == "cuda":  # before compute capability 8.0 without TF32 and bfloat16
-        known = tuple(TIMED_MODES) if torch.cuda.get_device_capability(device) >= (8, 0) else ("fp32", "fp16")
+    known = tuple(mode for mode in TIMED_MODES if mode != "tf32" or device.type == "cuda")
     found = known if text == "all" else tuple(part.strip() for part in text.split(",") if part.strip())
     for mode in found:
         if mode not in known:
