@@ -13,9 +13,9 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from recipe import VIT_S, Run
+from recipe import VIT_S, Place, Run
 from torch import nn
-from vit_parts import VARIANTS, step_case
+from vit_parts import VARIANTS, training_case
 from vit_units import parts
 
 from flysurgery.bench import Case, Protocol, Record, in_mode, measure, take_stamp
@@ -70,7 +70,7 @@ class Entry:
         No baseline is named, so that none is timed twice: noise is seen between turns.
         """
         if self.part == STEP:
-            case = step_case(self.model, self.arch, self.batch, device, dtype)
+            case = training_case(Place(device), model=self.model, arch=self.arch, batch=self.batch, mode=self.mode)
         else:
             case = (factor_case if self.part == FACTOR else module_case)(self, device, dtype)
         return replace(case, baseline="", worst=math.inf)

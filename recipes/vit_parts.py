@@ -190,31 +190,24 @@ def linears_of_ffns(width: int, depth: int) -> nn.Sequential:
 TRAINED = ("dense", "dense optimized", "converted", "converted optimized", "dense compiled", "converted compiled")
 
 
-def training_case(
-    place: Place, *, model: str, arch: str, batch: int, mode: str, steps: int, launch: str, candidates: tuple[str, ...]
-) -> Case:
-    """Some steps of a dense model and of the converted one, as they are, compiled and, where they are captured, optimized."""
-    captured = launch == "graph"
-    return step_case(model, arch, batch, place.device, TIMED_MODES[mode], candidates=candidates, steps=steps, captured=captured)
-
-
 @torch.enable_grad()
-def step_case(
+def training_case(
+    place: Place,
+    *,
     model: str,
     arch: str,
     batch: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    candidates: tuple[str, ...] = ("converted", "dense"),
+    mode: str,
     steps: int = 1,
-    captured: bool = True,
+    launch: str = "graph",
+    candidates: tuple[str, ...] = ("converted", "dense"),
 ) -> Case:
     """A training step under autocast: forward, cross entropy, backward, AdamW. It gives a gradient of the first feed-forward layer.
 
     The learning rate is zero, so that every step gives the same gradient; it takes as long as any other. A call makes several ``steps``.
-    Optimized candidates are for steps that are captured.
+    Candidates are compiled and, where they are captured, optimized.
     """
+    device, dtype = place.device, TIMED_MODES[mode]
     unit = parts("today", model, arch)["model"]
     module: Any = unit.make().to(device)
     x = torch.randn(batch, *unit.shape).to(device)
@@ -235,16 +228,16 @@ def step_case(
         return gradient(double)
 
     def step(model: nn.Module, kind: str) -> Run | str:
-        if kind and device.type != "cuda":
+        if kind and not place.on_cuda:
             return "left out on a CPU"
-        if kind == "optimized" and not captured:
+        if kind == "optimized" and launch != "graph":
             return "left out: optimized steps are captured"
         model = copy.deepcopy(model).requires_grad_(True).train()
         if kind == "optimized":
             with torch.autocast(device.type, dtype):
                 print(flysurgery.optimize(model, x, training="captured"), flush=True)
         forward = torch.compile(model) if kind == "compiled" else model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True, capturable=device.type == "cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True, capturable=place.on_cuda)
 
         @torch.enable_grad()
         def run(x: Tensor) -> Tensor:
