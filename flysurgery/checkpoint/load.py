@@ -217,8 +217,8 @@ def _fill(model: nn.Module, file: TensorFile, device: torch.device, dtype: torch
     made: dict[int, nn.Parameter] = {}  # by what it replaces, so that what the constructor ties stays tied
     for name, parameter in model.named_parameters(remove_duplicate=False):
         new = nn.Parameter(state[name], requires_grad=parameter.requires_grad)
-        tied = made.setdefault(id(parameter), new)
-        state[name] = tied if tied.equal(new) else new
+        first = made.setdefault(id(parameter), new)
+        state[name] = first if first is not new and first.equal(new) else new
     model.load_state_dict(state, strict=True, assign=True)
     for name, buffer in unstored_buffers(model).items():
         wanted = uniform if uniform is not None and buffer.is_floating_point() else buffer.dtype
