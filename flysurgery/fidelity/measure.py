@@ -49,9 +49,9 @@ class Fidelity:
     def is_enough(self) -> bool:
         return self.lowest_cosine >= ENOUGH
 
-    def is_better_than(self, other: Fidelity) -> bool:
-        """Say whether the relative error is lower, and no cosine is below the lowest one of ``other``."""
-        return self.relative_error < other.relative_error and not self.lowest_cosine < other.lowest_cosine
+    def is_better_than(self, best: Fidelity, start: Fidelity) -> bool:
+        """Say whether the relative error is below that of ``best``, and no cosine below the lowest one of ``start``."""
+        return self.relative_error < best.relative_error and not self.lowest_cosine < start.lowest_cosine
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

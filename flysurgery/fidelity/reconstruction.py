@@ -71,9 +71,10 @@ def reconstruct(
     """Fit the parameters of ``student``, in place, so that every block gives the output of the dense model's block.
 
     All parameters that require gradients and lie behind the first cut of kind "start" are trained: factors, biases, norms, scales and dense
-    layers. Held-out samples judge the model ``LOOKS`` times. The best state is kept, which may be the start. After an error or an
-    interruption the student is as it was. Takes ``settings.minutes``, or less if ``MOST_UPDATES`` are done before. Needs memory for four
-    more copies of the parameters, on CUDA also for both models in bfloat16, one forward with its activations, and the pictures; these stay
+    layers. Held-out samples judge the model ``LOOKS`` times. The state with the lowest relative error is kept, of those whose cosines are
+    not below the start's lowest one; it may be the start. After an error or an interruption the student is as it was. Takes
+    ``settings.minutes``, or less if ``MOST_UPDATES`` are done before. Needs memory for four more copies of the parameters, on CUDA also
+    for both models in bfloat16, one forward with its activations, and the pictures; these stay
     where they are if the device has no room.
 
     Where ``torch.distributed`` is initialized, all processes call this with the same model, samples and settings, each on its own device.
@@ -134,7 +135,7 @@ def reconstruct(
                     if done in looks or ends:
                         found = judged()
                         history.append((done, found.relative_error))
-                        if found.is_better_than(after):
+                        if found.is_better_than(after, before):
                             kept, after = done, found
                             best.take()
                         if ends or not math.isfinite(found.relative_error):

@@ -215,8 +215,8 @@ class Loop:
     def _look(self, stepper: Stepper, done: int) -> Look:
         """See how good the model is, and keep it where it is the best so far."""
         look = self.judge.look(stepper.model, stepper.bare, accuracy=self.data.labelled)
-        new, old = look.fidelity, self.notes.last.fidelity
-        if self._best is None or (new is not None and old is not None and new.is_better_than(old)):
+        new, best, start = look.fidelity, self.notes.last.fidelity, self.notes.before.fidelity
+        if self._best is None or (new and best and start and new.is_better_than(best, start)):
             self.notes = replace(self.notes, last=look, kept=done)
             if self._best is not None:
                 self._best.take()
