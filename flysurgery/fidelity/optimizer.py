@@ -46,8 +46,8 @@ class Muon(torch.optim.Optimizer):
     about their size of it. Makes no use of weight decay. ``lr`` may be a tensor of one number, for a step that a CUDA graph replays;
     nothing is read from the device.
 
-    The pull holds what has no gradient but rounding errors, which Adam makes as large as any other: the bias of keys adds the same to all
-    scores of a query, so that no output depends on it. Nothing else would keep it from growing until half precision loses the keys.
+    The bias of keys is why. It adds the same to all scores of a query, so no output depends on it, and its gradient is rounding error.
+    Adam makes that as large as any other gradient. Without a pull the bias may grow until half precision loses the keys.
 
     Args:
         parameters: groups as ``parameter_groups`` makes them; the keys "size" and "block" are used.

@@ -74,8 +74,7 @@ def reconstruct(
     layers. Held-out samples judge the model ``LOOKS`` times. The state with the lowest relative error is kept, of those whose cosines are
     not below the start's lowest one; it may be the start. After an error or an interruption the student is as it was. Takes
     ``settings.minutes``, or less if ``MOST_UPDATES`` are done before. Needs memory for four more copies of the parameters, on CUDA also
-    for both models in bfloat16, one forward with its activations, and the pictures; these stay
-    where they are if the device has no room.
+    for both models in bfloat16, one forward with its activations, and the pictures; these stay where they are if the device has no room.
 
     Where ``torch.distributed`` is initialized, all processes call this with the same model, samples and settings, each on its own device.
     They begin with the parameters of the first process, follow its clock and its held-out samples, and end with the same parameters.

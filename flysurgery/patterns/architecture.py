@@ -49,7 +49,7 @@ class Architecture:
     def parse(cls, text: str) -> Architecture:
         """Read ``"(1,192,48,2),(2,48,192,1)"``, the form that ``str`` writes."""
         body = r"\(\s*\d+\s*,\s*\d+\s*,\s*\d+\s*,\s*\d+\s*\)"
-        if not re.fullmatch(rf"\s*{body}(\s*,\s*{body})*\s*", text):
+        if not isinstance(text, str) or not re.fullmatch(rf"\s*{body}(\s*,\s*{body})*\s*", text):
             raise PatternError(f"expected patterns such as '(1,192,48,2),(2,48,192,1)', got '{text}'")
         return cls(tuple(Pattern(*map(int, re.findall(r"\d+", group))) for group in re.findall(body, text)))
 

@@ -287,4 +287,4 @@ def _described(tensor: Tensor) -> ExampleInput:
 
 def _read_architectures(patterns: str | Architecture | Sequence[str | Architecture] | None) -> tuple[Architecture, ...]:
     given = [patterns] if isinstance(patterns, str | Architecture) else patterns or ()
-    return tuple(each if isinstance(each, Architecture) else Architecture.parse(str(each)) for each in given)
+    return tuple(each if isinstance(each, Architecture) else Architecture.parse(each) for each in given)

@@ -205,8 +205,8 @@ def test_explicit_patterns_go_where_they_fit(vit: nn.Module) -> None:
     assert down is not None and down.code == "no-pattern" and "64x256" in down.text
     whole = "(1,96,16,2),(2,16,32,1)"  # of the fused matrix, which then is not taken apart
     assert [(part.name, str(part.architecture)) for part in layers(plan(vit, patterns=whole))["blocks.0.attn.qkv"].parts] == [(None, whole)]
-    for wrong in ("(1,2,3)", ["(1,2,3)"], [1, 2]):
-        with pytest.raises(PatternError):
+    for wrong in ("(1,2,3)", ["(1,2,3)"], [1, 2], [(1, 32, 8, 2), (2, 8, 32, 1)]):
+        with pytest.raises(PatternError, match="expected patterns such as"):
             plan(vit, patterns=wrong)  # pyright: ignore[reportArgumentType]
     sizes = "describe a 100x64 matrix, and the selected layers and their parts are 64x64, 64x256, 192x64, 256x64"
     with pytest.raises(SelectionError, match=sizes):
