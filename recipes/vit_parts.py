@@ -243,8 +243,9 @@ def training_case(
         def run(x: Tensor) -> Tensor:
             for _ in range(steps):
                 optimizer.zero_grad(set_to_none=True)
-                capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-                with torch.autocast(device.type, dtype, cache_enabled=not capturing):
+                # A capture keeps no casts of an earlier step. The compiler would compile anew where this changes.
+                cached = kind != "compiled" and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+                with torch.autocast(device.type, dtype, cache_enabled=cached):
                     backward(forward, x, labels)
                 optimizer.step()
             return gradient(model)

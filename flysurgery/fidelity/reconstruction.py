@@ -17,7 +17,7 @@ from flysurgery.errors import DataError, SurgeryError
 from flysurgery.fidelity.copies import Copied, learning
 from flysurgery.fidelity.measure import Fidelity, measure_fidelity
 from flysurgery.fidelity.processes import Processes
-from flysurgery.fidelity.settings import MOST_UPDATES, TAUGHT, Settings, moments, rate_for
+from flysurgery.fidelity.settings import TAUGHT, Settings, moments, rate_for
 from flysurgery.fidelity.step import Step
 from flysurgery.walker import Cut
 
@@ -73,8 +73,8 @@ def reconstruct(
     All parameters that require gradients and lie behind the first cut of kind "start" are trained: factors, biases, norms, scales and dense
     layers. Held-out samples judge the model ``LOOKS`` times. The state with the lowest relative error is kept, of those whose cosines are
     not below the start's lowest one; it may be the start. After an error or an interruption the student is as it was. Takes
-    ``settings.minutes``, or less if ``MOST_UPDATES`` are done before. Needs memory for four more copies of the parameters, on CUDA also
-    for both models in bfloat16, one forward with its activations, and the pictures; these stay where they are if the device has no room.
+    ``settings.minutes``. Needs memory for four more copies of the parameters, on CUDA also for both models in bfloat16, one forward with
+    its activations, and the pictures; these stay where they are if the device has no room.
 
     Where ``torch.distributed`` is initialized, all processes call this with the same model, samples and settings, each on its own device.
     They begin with the parameters of the first process, follow its clock and its held-out samples, and end with the same parameters.
@@ -122,7 +122,7 @@ def reconstruct(
             with Step(student, teacher, samples.to_view(), cuts, settings, rate, processes.average) as step:
                 torch.manual_seed(settings.seed + APART * processes.rank)
                 step.warm_up()
-                updates = min(MOST_UPDATES, processes.agreed(_affordable(step, settings, perf_counter() - started, device)))
+                updates = processes.agreed(_affordable(step, settings, perf_counter() - started, device))
                 step.expect(updates * settings.batch * processes.count)
                 looks = moments(updates, LOOKS)
                 for done in range(1, updates + 1):

@@ -126,12 +126,6 @@ def test_a_slow_machine_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.updates < 10**6 and done.history[-1][0] == done.updates
 
 
-def test_a_large_budget_ends_where_more_updates_would_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flysurgery.fidelity.reconstruction.MOST_UPDATES", 4)
-    student, teacher, cuts = pair()
-    assert reconstruct(student, teacher, Samples(images(40)), cuts, SHORT).updates == 4
-
-
 def test_what_cannot_be_fitted_is_one_sentence() -> None:
     student, teacher, cuts = pair()
     samples, spoilt, frozen = Samples(images(20)), copy.deepcopy(student), copy.deepcopy(student).requires_grad_(False)
