@@ -42,10 +42,6 @@ def told(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("flysurgery: ")]
 
 
-def left(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 def test_two_processes_make_one_folder_and_one_report(images: Path, tmp_path: Path) -> None:
     (images / "broken.png").write_text("no image")
     first, second = two_processes(tmp_path, PROGRAM, "well", *FIT, "--json")
@@ -54,7 +50,7 @@ def test_two_processes_make_one_folder_and_one_report(images: Path, tmp_path: Pa
     assert found["updates"] == 4 and found["after"]["relative_error"] <= found["before"]["relative_error"]
     assert second.stdout == ""
     assert told(first.stderr + second.stderr) == ["flysurgery: 1 images in images cannot be read and are left out: broken.png"]
-    assert left(tmp_path) == ["images", "o", "program.py"]
+    assert {path.name for path in tmp_path.iterdir()} == {"images", "o", "program.py"}
     load(tmp_path / "o")
 
 
@@ -62,7 +58,7 @@ def test_two_processes_make_one_folder_and_one_report(images: Path, tmp_path: Pa
 @pytest.mark.parametrize("how", ["unlucky", "killed"])
 def test_where_one_fails_both_end_and_nothing_is_written(how: str, tmp_path: Path) -> None:
     first, second = two_processes(tmp_path, PROGRAM, how, *FIT)
-    assert first.stdout == second.stdout == "" and left(tmp_path) == ["images", "program.py"]
+    assert first.stdout == second.stdout == "" and {path.name for path in tmp_path.iterdir()} == {"images", "program.py"}
     said = told(first.stderr + second.stderr)
     assert first.returncode == 1 and len(said) == 1, said
     if how == "killed":
@@ -71,23 +67,18 @@ def test_where_one_fails_both_end_and_nothing_is_written(how: str, tmp_path: Pat
         assert second.returncode == 1 and said[0].startswith("flysurgery: this process has bad luck")
 
 
-def test_several_processes_without_work_to_share_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flysurgery.cli.processes._are_several", lambda: True)
-    sentence = "several processes share the work of --reconstruct only"
-    refused("convert", *RANDOM, "--device", "cpu", "--out", "o", words=(sentence,), code=2)
-
-
-def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_has_a_gpu_of_its_own_and_work_to_share(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     monkeypatch.setattr("flysurgery.cli.processes._are_several", lambda: True)
+    work = "several processes share the work of --reconstruct only"
+    refused("convert", *RANDOM, "--device", "cpu", "--out", "o", words=(work,), code=2)
     monkeypatch.setattr("flysurgery.cli.options.device_of", lambda text: torch.device(text or "cuda"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.set_device", taken.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert device_of_process(None) == device_of_process("cuda") == torch.device("cuda", 1) and taken == [1, 1]
     assert device_of_process("cpu") == torch.device("cpu")
-    with pytest.raises(OptionError, match="a GPU of its own, got --device cuda:0"):
-        device_of_process("cuda:0")
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(OptionError, match="this machine has 2; start no more processes than that"):
-        device_of_process(None)
+    for device, words in (("cuda:0", "a GPU of its own, got --device cuda:0"), (None, "has 2; start no more processes than that")):
+        with pytest.raises(OptionError, match=words):
+            device_of_process(device)

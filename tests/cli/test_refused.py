@@ -75,7 +75,9 @@ def test_convert_refuses(refused: Refused, arguments: tuple[object, ...], code: 
 
 
 @pytest.mark.usefixtures("no_projection")
-def test_folders_that_cannot_be_written(refused: Refused, converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_cannot_be_written_and_pictures_that_cannot_be_drawn(
+    refused: Refused, converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(converted, "old")
     for verb in (("convert", *RANDOM), ("densify", converted)):
         refused(*verb, "--out", "old", words=("old", "--force"))
@@ -84,13 +86,18 @@ def test_folders_that_cannot_be_written(refused: Refused, converted: Path, monke
     refused("convert", *RANDOM, "--force", "--out", "photos", words=("photos", "no flysurgery checkpoint"))
     if sys.platform == "linux":  # a folder in which not even root may write
         refused("convert", *RANDOM, "--out", "/sys/made", words=("/sys/made could not be written", "in /sys"))
+    plot = ("convert", *RANDOM, "--budget", 0.5, "--plot")
+    refused(*plot, "photos/cat.jpg/curve.png", words=("--plot cannot write photos/cat.jpg/curve.png", "Not a dir"), code=2)
+    Path("folder.png").mkdir()
+    refused(*plot, "folder.png", words=("--plot takes a file, and folder.png is none",), code=2)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused(*plot, "curve.png", words=("matplotlib", "flysurgery[bench]"), code=2)
 
 
-def test_an_architecture_without_a_projection_names_the_option_that_it_needs(refused: Refused) -> None:
+def test_folders_that_are_no_models_for_a_verb_and_architectures_without_a_projection(
+    refused: Refused, converted: Path, tmp_path: Path
+) -> None:
     refused("convert", *RANDOM, "--arch", "kaleidoscope", "--out", "p", words=("layer blocks.0.attn.qkv", "--init random"))
-
-
-def test_folders_that_are_no_models_for_a_verb(refused: Refused, converted: Path, tmp_path: Path) -> None:
     for verb in ("convert", "inspect"):
         refused(verb, converted, words=("converted already", "densify"))
     (tmp_path / "empty").mkdir()
@@ -102,16 +109,6 @@ def test_folders_that_are_no_models_for_a_verb(refused: Refused, converted: Path
     file.write_bytes(file.read_bytes()[:-100])
     for verb in (("densify", "--out", "o"), ("evaluate", "--data", "digits"), ("finetune", "--data", "digits", "--out", "o")):
         refused(*verb, "damaged", words=("model.safetensors is no safetensors file",))
-
-
-def test_pictures_that_cannot_be_drawn_are_noticed_before_any_work(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    plot = ("convert", *RANDOM, "--budget", 0.5, "--plot")
-    Path("file").write_text("")
-    Path("folder.png").mkdir()
-    refused(*plot, "file/curve.png", words=("--plot cannot write file/curve.png", "Not a dir"), code=2)
-    refused(*plot, "folder.png", words=("--plot takes a file, and folder.png is none",), code=2)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    refused(*plot, "curve.png", words=("matplotlib", "flysurgery[bench]"), code=2)
 
 
 @pytest.fixture
@@ -138,12 +135,9 @@ def test_it_says_so_within_seconds_and_without_the_client_s_retries(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("no_network")
-def test_cached_weights_need_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_weights_need_no_network_and_models_without_published_weights_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, file: f"/{repo}/{file}")
     check_available(VIT_S)
-
-
-def test_models_without_published_weights_are_named() -> None:
     name = "vit_small_patch16_36x1_224"
     with pytest.raises(ModelError, match=f"publishes no weights for {name}; .*--checkpoint FILE"):
         check_available(name)

@@ -1,9 +1,11 @@
-"""Inspect, doctor and densify; and models of vit-pytorch and transformers through every verb."""
+"""Inspect, doctor, densify, evaluate and bench; and models of vit-pytorch and transformers through every verb."""
 
 from __future__ import annotations
 
+import csv
 import json
 import platform
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,15 +13,19 @@ import pytest
 import timm
 import torch
 import transformers
+from PIL import Image
 
-import flysurgery
 from flysurgery import surgery
 from flysurgery.checkpoint import load
+from flysurgery.evaluation import compare, evaluate, load_data
 from flysurgery.ops import BACKENDS
-from tests.cli.conftest import TINY, VIT_PYTORCH, Document, Refused, Run
+from tests.cli.conftest import RANDOM, TINY, TINY_BASE, VIT_PYTORCH, Document, Refused, Run, tiny_model
 
 
-def test_timm_opens_the_dense_folder_and_gives_the_same_outputs(run: Run, converted: Path, tmp_path: Path) -> None:
+def test_a_densified_folder_opens_by_timm_and_loses_nothing_in_a_second_conversion(
+    run: Run, document: Document, refused: Refused, converted: Path, tmp_path: Path
+) -> None:
+    """Its layers are products of the architecture already, so projecting them again is exact up to rounding."""
     outcome = run("densify", converted, "--out", "dense")
     assert (outcome.code, outcome.out, outcome.err) == (0, "6 layers made dense, saved in dense\n", "")
     assert {path.name for path in (tmp_path / "dense").iterdir()} == {"model.safetensors", "config.json"}
@@ -29,18 +35,10 @@ def test_timm_opens_the_dense_folder_and_gives_the_same_outputs(run: Run, conver
     opened = timm.create_model(f"local-dir:{tmp_path / 'dense'}", pretrained=True).eval()
     with torch.inference_mode():
         assert torch.equal(opened(images), expected(images))
-
-
-def test_a_dense_folder_is_a_model_and_loses_nothing_in_a_second_conversion(
-    run: Run, document: Document, refused: Refused, converted: Path
-) -> None:
-    """Its layers are products of the architecture already, so projecting them again is exact up to rounding."""
-    run("densify", converted, "--out", "dense")
     rows = document("convert", "dense", "--out", "again")["rows"]
     errors = [row["relative_error"] for row in rows if row["status"] == "replace"]
     assert len(errors) == 6 and max(errors) < 1e-6
     refused("densify", "dense", "--out", "other", words=("dense",))
-    refused("densify", converted, "--out", "dense", words=("dense", "--force"))
     assert document("densify", converted, "--out", "dense", "--force") == {"folder": "dense", "layers": 6}
 
 
@@ -70,11 +68,14 @@ def test_inspect_gives_layers_that_are_alike_one_row(run: Run, document: Documen
     assert [(obstacle["code"], obstacle["blocking"]) for obstacle in head["obstacles"]] == [("head", False)]
 
 
-def test_doctor_tells_versions_and_every_backend(run: Run, document: Document) -> None:
+def test_doctor_tells_versions_every_backend_and_what_is_in_the_way(run: Run, document: Document, monkeypatch, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLYSURGERY_CACHE", str(tmp_path / "file" / "cache"))
     found = document("doctor")
     facts = {fact["what"]: fact for fact in found["facts"]}
     assert facts["python"]["here"].startswith(platform.python_version())
     assert (facts["torch"]["here"], facts["timm"]["here"]) == (version("torch"), version("timm"))
+    assert "not a folder" in facts["kernel cache"]["obstacle"]
     on_cpu = [row for row in found["backends"] if row["device"] == "cpu" and row["dtype"] == "float32"]
     assert {row["backend"] for row in on_cpu} == set(BACKENDS)
     assert [row["runs"] for row in on_cpu].count("chosen") == 1
@@ -82,16 +83,102 @@ def test_doctor_tells_versions_and_every_backend(run: Run, document: Document) -
     assert "einsum" in run("doctor").out
 
 
-def test_a_cache_folder_s_parent_that_is_a_file_is_an_obstacle(document: Document, monkeypatch, tmp_path) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("FLYSURGERY_CACHE", str(tmp_path / "file" / "cache"))
-    facts = {fact["what"]: fact for fact in document("doctor")["facts"]}
-    assert "not a folder" in facts["kernel cache"]["obstacle"]
+DENSE = ("--against", *RANDOM)
+"""The dense model of the folder ``converted``: its weights are those of seed 0."""
+
+
+def test_evaluate_prints_what_the_library_measures(run: Run, document: Document, converted: Path, images: Path) -> None:
+    model = load(converted)
+    accuracy, found = evaluate(model, load_data("digits", model)), document("evaluate", converted, "--data", "digits")
+    assert (found["top1"], found["top5"], found["samples"]) == (accuracy.top1, accuracy.top5, accuracy.samples)
+    table = run("evaluate", converted, "--data", "digits", "--batch-size", "100").out.splitlines()
+    assert table[0].split() == ["model", "top-1", "top-5", "samples", "seconds"]
+    assert table[1].split()[1:4] == [f"{accuracy.top1:.2%}", f"{accuracy.top5:.2%}", str(accuracy.samples)]
+    expected, found = compare(model, tiny_model(), images), document("evaluate", converted, *DENSE, "--data", images)
+    assert (found["model"], found["against"], found["data"]) == (str(converted), TINY_BASE, str(images))
+    assert found["samples"] == 12 and found["output_cosine"] == pytest.approx(expected.output_cosine, abs=1e-6)
+    assert dict(found["blocks"]) == pytest.approx(dict(expected.blocks), abs=1e-5)
+    itself = document("evaluate", converted, "--against", converted, "--data", images, "--samples", 4, "--batch-size", 3)
+    assert itself["samples"] == 4 and itself["relative_error"] == 0 and itself["agreement"] == 1
+    (images / "00.png").write_text("broken")
+    outcome = run("evaluate", converted, *DENSE, "--data", images)
+    assert outcome.err == f"flysurgery: 1 images in {images} cannot be read and are left out: 00.png\n"
+    lines = [line.split() for line in outcome.out.splitlines()]
+    assert lines[0] == ["fidelity", "value"] and lines[1][:2] == ["output", "cosine"] and ["samples", "11"] in lines
+    assert lines[-1][:4] == ["error", "after", "each", "block:"] and len(lines[-1]) == 4 + len(expected.blocks)
+
+
+def test_what_evaluate_refuses(refused: Refused, converted: Path, images: Path, tmp_path: Path) -> None:
+    command = ("evaluate", converted)
+    refused(*command, "--data", images, "--samples", 4, words=("--samples goes with --against",), code=2)
+    refused(*command, *DENSE, "--data", images, "--optimize", words=("--optimize", "--against"), code=2)
+    refused(*command, *DENSE, "--data", images, "--samples", 13, words=("13 were asked for and there are 12",))
+    refused(*command, "--against", "vit_tinny", "--data", images, words=("has no model 'vit_tinny'",))
+    for name in ("cat", "dog"):
+        (tmp_path / "animals" / name).mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "animals" / name / "1.png")
+    for verb in (("convert", *RANDOM, "--out", "o", "--evaluate"), ("evaluate", *RANDOM, "--data")):
+        refused(*verb, "animals", words=("animals", "2 classes", "10"))
+
+
+MULTIPLY = ("bench", "multiply", "--quick", "--arch", "lowrank", "--width", 16, "--rows", 8, "--rounds", 2, "--device", "cpu")
+TINY_VIT = ("vit_tiny_patch16_224", "--model-args", '{"embed_dim": 48, "depth": 1, "num_heads": 2, "img_size": 32, "patch_size": 8}')
+MODEL = ("bench", "model", *TINY_VIT, "--rounds", 2, "--device", "cpu")
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Their number is set back after the test."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def rows_of(file: str) -> list[dict[str, str]]:
+    with Path(file).open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+@pytest.mark.usefixtures("threads")
+def test_multiply_prints_a_table_and_writes_the_rows(run: Run, refused: Refused) -> None:
+    title, *lines = run(*MULTIPLY, "--threads", 1, "--out", "rows.csv").out.splitlines()
+    titles = ["arch", "layer", "mode", "candidate", "backend", "launch", "median ms", "iqr ms", "/ dense", "error", "status"]  # no bound
+    assert title.split() == " ".join(titles).split()
+    rows = rows_of("rows.csv")
+    assert {row["threads"] for row in rows} == {"1"}
+    assert {row["architecture"] for row in rows if row["layer"] == "square"} == {"(1,16,4,1),(1,4,16,1)"}
+    for line, row in zip(lines, rows, strict=True):
+        assert line.split()[:3] == [row["arch"], row["layer"], row["mode"]]
+        assert row["candidate"] in line and line.endswith(row["status"])
+    refused(*MODEL, "--out", "rows.csv", words=("a table of other measurements",), code=2)
+    refused("bench", "multiply", "--arch", "gonon", "--width", 7, "--rows", 8, "--device", "cpu", words=("no layer of width 7 has",))
+    refused(*MULTIPLY, "--rows", 10**13, "--out", "many.csv", words=("this does not fit into this machine's memory; take fewer",))
+    refused(*MODEL, "--mode", "fp32,bf16", words=("bench model takes one mode at a time",), code=2)
+
+
+@pytest.mark.usefixtures("threads")
+def test_bench_model_measures_each_architecture_once(run: Run, document: Document) -> None:
+    """A second run with the same file goes on where it stopped, and takes no row of another architecture for its own."""
+    command = (*MODEL, "--quick", "--out", "rows.csv")
+    assert run(*command, "--arch", "gonon").code == 0
+    gonon = Path("rows.csv").read_text()
+    assert run(*command, "--arch", "monarch").code == 0
+    both, rows = Path("rows.csv").read_text(), rows_of("rows.csv")
+    assert both.startswith(gonon)
+    converted = [row["architecture"] for row in rows if row["candidate"] == "converted" and row["layer"] == "blocks.0.mlp.fc1"]
+    assert converted == ["(1,96,24,2),(6,8,8,1)", "(1,48,12,4),(4,12,12,1)"]
+    assert sum((row["layer"], row["candidate"]) == ("(model)", "converted") for row in rows) == 2
+    printed = run(*command, "--arch", "gonon")
+    assert Path("rows.csv").read_text() == both
+    assert printed.err == f"rows.csv: {len(rows)} rows are there already and stay; --fresh measures them again\n"
+    assert "the converted model takes" in printed.out
+    found = document(*command, "--arch", "gonon")
+    assert found["answer"] == printed.out.splitlines()[-1] and {row["model"] for row in found["rows"]} == {rows[0]["model"]}
+    slow = [row["layer"] for row in found["rows"] if row["candidate"] == "converted" and row["ratio_to_dense"] >= 1]
+    assert found["stay_dense"] == [name for name in slow if name != "(model)"]
 
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256, "image_size": 32, "patch_size": 8}
-
-
 PROCESSOR = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25], "image_processor_type": "ViTImageProcessor"}
 
 
@@ -105,33 +192,27 @@ def theirs(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_folder_of_transformers_is_converted_with_calibration_and_accuracy(theirs: Path, document: Document, tmp_path: Path) -> None:
-    options = ("--calibrate", "digits", "--samples", 40, "--evaluate", "digits", "--out", "out")
+def test_a_folder_of_transformers_goes_through_every_verb(theirs: Path, document: Document, run: Run) -> None:
+    options = ("--calibrate", "digits", "--samples", 40, "--evaluate", "digits", "--out", "c")
     report = document("convert", f"transformers:{theirs}", *options)
     assert report["fidelity"]["output_cosine"] > 0.9 and report["accuracy"]["after"]["samples"] == 599
-    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    again = flysurgery.load(tmp_path / "out")
-    x = torch.randn(2, 3, 32, 32)
+    model, again, x = transformers.AutoModelForImageClassification.from_pretrained("c"), load("c"), torch.randn(2, 3, 32, 32)
     assert torch.equal(model(x).logits, again(x).logits)
-    assert json.loads((tmp_path / "out" / "preprocessor_config.json").read_text()) == PROCESSOR
+    assert json.loads(Path("c/preprocessor_config.json").read_text()) == PROCESSOR
     assert again.pretrained_cfg == {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
-
-
-def test_a_class_with_its_configuration_has_random_weights(document: Document, tmp_path: Path) -> None:
-    sizes = ("--model-args", json.dumps(SIZES | {"num_labels": 3}))
-    document("convert", "transformers:Dinov2ForImageClassification", *sizes, "--no-pretrained", "--out", "out")
-    assert transformers.Dinov2ForImageClassification.from_pretrained(tmp_path / "out").config.num_labels == 3
-
-
-def test_a_converted_folder_is_compared_trained_and_made_dense(theirs: Path, document: Document, run: Run) -> None:
-    assert run("convert", theirs, "--out", "c").code == 0
     assert document("evaluate", "c", "--against", theirs, "--data", "digits", "--samples", 40)["samples"] == 40
     assert run("finetune", "c", "--data", "digits", "--teacher", theirs, "--epochs", 1, "--out", "trained").code == 0
     assert document("evaluate", "trained", "--data", "digits")["samples"] == 599
     assert run("densify", "c", "--out", "again").code == 0
-    model, x = transformers.ViTForImageClassification.from_pretrained("again"), torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(model(x).logits, flysurgery.load("c")(x).logits, rtol=1e-4, atol=1e-5)
+    dense = transformers.ViTForImageClassification.from_pretrained("again")
+    torch.testing.assert_close(dense(x).logits, again(x).logits, rtol=1e-4, atol=1e-5)
     assert document("inspect", "again")["blocks"] == ["vit.layers.0", "vit.layers.1"]
+
+
+def test_a_class_with_its_configuration_has_random_weights(document: Document) -> None:
+    sizes = ("--model-args", json.dumps(SIZES | {"num_labels": 3}))
+    document("convert", "transformers:Dinov2ForImageClassification", *sizes, "--no-pretrained", "--out", "out")
+    assert transformers.Dinov2ForImageClassification.from_pretrained("out").config.num_labels == 3
 
 
 def test_what_is_refused_of_transformers(theirs: Path, refused: Refused, tmp_path: Path) -> None:
@@ -140,8 +221,7 @@ def test_what_is_refused_of_transformers(theirs: Path, refused: Refused, tmp_pat
     refused("convert", f"transformers:{tmp_path / 'nowhere'}", words=("there is no folder",))
     refused("convert", theirs, "--model-args", "hidden_size=32", words=("has its own model or weights",), code=2)
     config = json.loads((theirs / "config.json").read_text())
-    for architecture, weights, words in (("os.system", None, "no model class 'os.system'"), ("ViTModel", b"", "could not be loaded")):
+    for architecture, words in (("os.system", "no model class 'os.system'"), ("ViTModel", "could not be loaded")):
         (theirs / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
-        if weights is not None:
-            (theirs / "model.safetensors").write_bytes(weights)
         refused("convert", theirs, "--out", "out", words=(words,))
+        (theirs / "model.safetensors").write_bytes(b"")
