@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from flysurgery.checkpoint import build_base, load_dense, load_weights, save_dense
 from flysurgery.errors import CheckpointError, ModelError
-from tests.checkpoint.conftest import ARGUMENTS, BASE, outputs, rewrite_config, small_model
+from tests.checkpoint.conftest import ARGUMENTS, BASE, WEIGHTS_FILE, outputs, rewrite_config, small_model
 
 
 def tiny() -> nn.Module:
@@ -95,35 +96,22 @@ class Command:
 def test_files_that_hold_no_weights(name: str, content: Any, fact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / name
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    elif callable(content):
+    if callable(content):
         content(file)
     elif content is not None:
-        torch.save(content, file)
+        file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
     with pytest.raises(CheckpointError, match=fact) as caught:
         load_weights(tiny(), file)
     assert "\n" not in str(caught.value) and not Path("made").exists()
 
 
-def test_weights_of_a_converted_model(saved: Path) -> None:
-    with pytest.raises(ModelError, match="holds a converted model"):
-        load_weights(tiny(), saved / "model.safetensors")
-
-
-@pytest.fixture(params=[True, False], ids=["safetensors", "torch file"])
-def dense(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[nn.Module, Path]:
-    """A model and its folder, as timm writes it."""
+@pytest.mark.parametrize("safe", [True, False])
+def test_opens_what_timm_saved(safe: bool, tmp_path: Path) -> None:
     model = small_model()
     nn.init.normal_(model.head.weight)
-    timm.models.save_for_hf(model, str(tmp_path / "dense"), safe_serialization=request.param)
-    return model, tmp_path / "dense"
-
-
-def test_opens_what_timm_saved(dense: tuple[nn.Module, Path]) -> None:
-    model, folder = dense
-    rewrite_config(folder, lambda config: config["pretrained_cfg"].update(mean=[0.1, 0.2, 0.3]))
-    loaded, base, base_args = load_dense(folder)
+    timm.models.save_for_hf(model, str(tmp_path), safe_serialization=safe)
+    rewrite_config(tmp_path, lambda config: config["pretrained_cfg"].update(mean=[0.1, 0.2, 0.3]))
+    loaded, base, base_args = load_dense(tmp_path)
     assert torch.equal(outputs(loaded), outputs(model)) and not loaded.training and base == BASE
     assert loaded.pretrained_cfg["mean"] == (0.1, 0.2, 0.3)
     assert not any(loaded.pretrained_cfg.get(name) for name in ("tag", "license", "url", "hf_hub_id")), "timm notes them for any weights"
@@ -149,25 +137,22 @@ def test_sizes_come_from_the_data_where_no_arguments_are_saved(tmp_path: Path) -
         ({"architecture": 3}, CheckpointError, "names no architecture"),
         ({"model_args": {"depth": 5}}, ModelError, "missing: blocks.2"),
         ({"model_args": {"pretrained": True}}, ModelError, "may not set pretrained"),
+        (
+            lambda folder: (folder / WEIGHTS_FILE).unlink(),
+            CheckpointError,
+            r"no weights: expected model\.safetensors or pytorch_model",
+        ),
+        (shutil.rmtree, CheckpointError, "there is no folder"),
     ],
 )
-def test_folders_that_are_refused(change: dict[str, Any], error: type[Exception], fact: str, tmp_path: Path) -> None:
+def test_folders_that_are_refused(change: Any, error: type[Exception], fact: str, tmp_path: Path) -> None:
     save_dense(small_model(), tmp_path / "dense", BASE, ARGUMENTS, force=False)
-    rewrite_config(tmp_path / "dense", lambda config: config.update(change))
+    change(tmp_path / "dense") if callable(change) else rewrite_config(tmp_path / "dense", lambda config: config.update(change))
     with pytest.raises(error, match=fact):
         load_dense(tmp_path / "dense")
 
 
-def test_missing_parts(dense: tuple[nn.Module, Path], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no folder"):
-        load_dense(tmp_path / "nowhere")
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        (dense[1] / name).unlink(missing_ok=True)
-    with pytest.raises(CheckpointError, match=r"holds no weights: expected model\.safetensors or pytorch_model\.bin"):
-        load_dense(dense[1])
-
-
-def test_what_is_written_opens_everywhere(tmp_path: Path) -> None:
+def test_what_is_written_opens_everywhere(saved: Path, tmp_path: Path) -> None:
     model = small_model()
     nn.init.normal_(model.head.weight)
     model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight  # used twice, and written twice
@@ -180,3 +165,5 @@ def test_what_is_written_opens_everywhere(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists; give force=True"):
         save_dense(model, tmp_path / "dense", BASE, ARGUMENTS, force=False)
     save_dense(model, tmp_path / "dense", BASE, ARGUMENTS, force=True)
+    with pytest.raises(ModelError, match="holds a converted model"):
+        load_weights(model, saved / WEIGHTS_FILE)

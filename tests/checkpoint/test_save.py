@@ -9,7 +9,9 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,121 +51,97 @@ def test_missing_parents_are_made_an_empty_folder_is_filled_and_a_link_followed(
     assert (tmp_path / "link").is_symlink()
 
 
-def test_existing_checkpoint_needs_force(folder: Path) -> None:
-    before, other = snapshot(folder), install_random(small_model())
-    with pytest.raises(CheckpointError, match="exists; give force=True"):
-        save(other, folder)
-    with pytest.raises(CheckpointError, match="exists; give force=True"):
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+NO_CHECKPOINT, EXISTS = "no flysurgery checkpoint", "exists; give force=True"
+
+
+@pytest.mark.parametrize(
+    ("name", "force", "fact"),
+    [
+        *((name, True, "the folder that this runs in") for name in (".", "", "..")),
+        *(("model", False, EXISTS), ("mine", True, r"also holds thesis\.tex")),
+        *((name, True, NO_CHECKPOINT) for name in ("notes", "only", "both")),
+        *(("file", True, "is a file"), ("file/model", True, "could not be written"), ("/", True, "a name of its own")),
+    ],
+)
+def test_what_is_no_checkpoint_stays_and_a_checkpoint_needs_force(
+    name: str, force: bool, fact: str, converted: Converted, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "a" / "home"
+    for copy in ("model", "mine"):
+        shutil.copytree(saved, home / copy)
+    for file in ("file", "mine/thesis.tex", "notes/notes.txt", "only/config.json", "both/config.json", "both/model.safetensors"):
+        (home / file).parent.mkdir(exist_ok=True)
+        (home / file).write_text("{}")
+    monkeypatch.chdir(home)
+    inside, before = home.stat().st_ino, files_below(tmp_path)
+    with pytest.raises(CheckpointError, match=fact):
+        save(converted[0], name, force=force)
+    assert home.stat().st_ino == inside and files_below(tmp_path) == before
+
+
+def test_force_replaces_a_checkpoint_though_it_is_damaged(folder: Path) -> None:
+    other = install_random(small_model())
+    with pytest.raises(CheckpointError, match=EXISTS):
         check_folder(folder)
-    assert snapshot(folder) == before and check_folder(folder, force=True) == folder.resolve()
-    (folder / "model.safetensors").write_bytes(b"cut")  # a damaged one is one
+    assert check_folder(folder, force=True) == folder.resolve()
+    (folder / "model.safetensors").write_bytes(b"cut")
     save(other, folder, force=True)
     assert list(folder.parent.iterdir()) == [folder]
     assert load(folder).state_dict()["head.bias"].equal(other.state_dict()["head.bias"])
 
 
-@pytest.mark.parametrize(
-    ("names", "fact"),
-    [
-        (["notes.txt"], "no flysurgery checkpoint"),
-        (["config.json"], "no flysurgery checkpoint"),
-        (["model.safetensors", "config.json"], "no flysurgery checkpoint"),
-        (["thesis.tex"], r"also holds thesis\.tex"),
-    ],
-)
-def test_force_replaces_nothing_but_checkpoints(names: list[str], fact: str, converted: Converted, folder: Path) -> None:
-    home = folder if "thesis.tex" in names else folder.with_name("home")
-    home.mkdir(exist_ok=True)
-    for name in names:
-        (home / name).write_text("{}")
-    before = snapshot(home)
-    with pytest.raises(CheckpointError, match=fact):
-        save(converted[0], home, force=True)
-    assert snapshot(home) == before
+FULL, REFUSED = OSError(errno.ENOSPC, "No space left on device"), PermissionError(errno.EACCES, "Permission denied")
 
 
-FULL = OSError(errno.ENOSPC, "No space left on device")
+FAILURES: list[tuple[Any, str, int, BaseException, str | None]] = [
+    (SAVE, "save_file", 1, FULL, "No space left on device"),
+    (SAVE, "save_file", 1, SafetensorError("I/O error: No space left on device (os error 28)"), "No space left"),
+    (SAVE, "save_file", 1, KeyboardInterrupt(), None),
+    (SAVE, "model_card", 1, FULL, None),
+    (os, "fsync", 1, OSError(errno.EIO, "Input/output error"), "Input/output error"),
+    (Path, "rename", 1, REFUSED, "Permission denied; nothing was changed"),
+    (Path, "rename", 2, REFUSED, "Permission denied; nothing was changed"),  # which only replacing takes
+]
+"""What fails, at which call, and how."""
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "fact"),
-    [
-        ("save_file", FULL, "No space left on device"),
-        ("save_file", SafetensorError("I/O error: No space left on device (os error 28)"), "No space left"),
-        ("model_card", FULL, None),
-        ("fsync", OSError(errno.EIO, "Input/output error"), "Input/output error"),
-        ("save_file", KeyboardInterrupt(), None),
-    ],
-)
-@pytest.mark.parametrize("force", [False, True])
-def test_failure_while_writing(
-    name: str, error: BaseException, fact: str | None, force: bool, converted: Converted, folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("force", "failure"), [(force, each) for force in (False, True) for each in FAILURES if force or each[2] == 1])
+def test_a_failure_leaves_everything_as_it_was(
+    force: bool, failure: Any, converted: Converted, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object, **options: object) -> None:
-        raise error
+    owner, name, call, error, fact = failure
+    calls, real = count(1), getattr(owner, name)
+
+    def fails(*given: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            raise error
+        return real(*given, **options)
 
     target = folder if force else folder.parent / "new" / "deeper" / "model"
     before, siblings = snapshot(folder), sorted(folder.parent.iterdir())
-    monkeypatch.setattr(os if name == "fsync" else SAVE, name, fail)
+    monkeypatch.setattr(owner, name, fails)
     with pytest.raises(CheckpointError if isinstance(error, Exception) else type(error), match=fact):
         save(converted[0], target, force=force)
     assert snapshot(folder) == before
     assert sorted(folder.parent.iterdir()) == siblings, "something was left behind"
 
 
-@pytest.mark.parametrize("failing", [1, 2])
-def test_failure_while_renaming(failing: int, converted: Converted, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replacing takes two renames; whichever fails, the old checkpoint is where it was."""
-    before, calls, rename = snapshot(folder), [], Path.rename
-
-    def flaky(self: Path, target: Path) -> Path:
-        calls.append(target)
-        if len(calls) == failing:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", flaky)
-    with pytest.raises(CheckpointError, match="Permission denied; nothing was changed"):
-        save(converted[0], folder, force=True)
-    assert snapshot(folder) == before and list(folder.parent.iterdir()) == [folder]
-
-
 def test_too_little_space_or_permission_is_seen_before_writing(
     converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage: Any = type("Usage", (), {"free": 1000})
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: usage)
-        with pytest.raises(CheckpointError, match=r"needs 1\.\d MB and .* has 0\.0 MB left"):
-            save(converted[0], tmp_path / "a" / "model")
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=r"needs 1\.\d MB and .* has 0\.0 MB left"):
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        save(converted[0], tmp_path / "a" / "model")
     if os.name != "nt" and os.geteuid():  # an administrator may write everywhere
         tmp_path.chmod(0o500)
         with pytest.raises(CheckpointError, match="Permission denied"):
             save(converted[0], tmp_path / "model")
         tmp_path.chmod(0o700)
     assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("name", "fact"),
-    [
-        *((name, "the folder that this runs in") for name in (".", "", "..")),
-        ("file", "is a file"),
-        ("file/model", "could not be written"),
-        ("/", "a name of its own"),
-    ],
-)
-def test_files_and_the_folder_that_the_caller_is_in_stay(
-    name: str, fact: str, converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = tmp_path / "a" / "home"
-    home.mkdir(parents=True)
-    (home / "file").write_text("x")
-    monkeypatch.chdir(home)
-    inside = Path().stat().st_ino
-    with pytest.raises(CheckpointError, match=fact):
-        save(converted[0], name, force=True)
-    assert home.stat().st_ino == inside and [each.read_text() for each in home.iterdir()] == ["x"]
 
 
 def test_of_two_that_write_one_folder_the_later_is_refused(folder: Path) -> None:
@@ -233,50 +211,32 @@ def content(folder: Path) -> object:
     return files, json.loads(weights[8:end]), weights[end:]
 
 
-def replace_a_model(home: Path) -> None:
-    """The old model stays until the new one is whole; between two renames it is beside."""
-    target, kept = home / "home" / "model", home / "kept"
-    model, other = (install_random(small_model(depth=1, num_classes=classes)) for classes in (7, 8))
-    save(other, target)
-    new = content(target)
-    save(model, target, force=True)
-    old, ends = content(target), []
-    shutil.copytree(target, kept)
-    for _ in kills(lambda: save(other, target, force=True)):
-        left = [path for path in target.parent.iterdir() if path != target]
+def write_and_be_killed(home: Path, replaces: bool) -> None:
+    """A model is there as a whole or not at all; the old one stays until the new one is whole, and between two renames is beside."""
+    target = home / "deep" / "model"
+    old_model, new_model = (install_random(small_model(depth=1, num_classes=classes)) for classes in (7, 8))
+    contents = []
+    for model in (new_model, old_model):
+        save(model, target, force=True)
+        contents.append(content(target))
+    new, old = contents
+    if not replaces:
+        shutil.rmtree(target.parent)
+    ends = []
+    for _ in kills(lambda: save(new_model, target, force=replaces)):
+        ends.append([old, new].index(content(target)) if target.exists() else 2)
+        if replaces and ends[-1] == 2:
+            assert old in [content(path) for path in target.parent.iterdir()]
         if target.exists():
-            ends.append([old, new].index(content(target)))
             load(target)
-        else:
-            ends.append(2)
-            assert old in map(content, left)
-        if left:
-            save(model, target, force=True)
-        elif ends[-1] == 1:
-            shutil.rmtree(target)
-            shutil.copytree(kept, target)
-        assert content(target) == old and [*target.parent.iterdir()] == [target]
-    assert {*ends} == {0, 1, 2}
-
-
-def save_a_model(home: Path) -> None:
-    """Where there was none, a model is there as a whole or not at all."""
-    target, model, ends = home / "deep" / "model", install_random(small_model(depth=1)), []
-    save(model, target)
-    whole = content(target)
-    shutil.rmtree(home / "deep")
-    for _ in kills(lambda: save(model, target)):
-        ends.append(target.exists())
-        if target.parent.exists() and not target.exists():
-            save(model, target)
-        if target.parent.exists():
-            assert content(target) == whole and [*target.parent.iterdir()] == [target]
+        save(old_model, target, force=True)  # which removes what a killed one left
+        assert content(target) == old and [*target.parent.iterdir()] == [target] and [*home.iterdir()] == [target.parent]
+        if not replaces:
             shutil.rmtree(target.parent)
-        assert not any(home.iterdir())
-    assert {*ends} == {True, False}
+    assert {*ends} == ({0, 1, 2} if replaces else {1, 2})
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
-@pytest.mark.parametrize("run", [replace_a_model, save_a_model], ids=lambda run: run.__name__)
-def test_killed_at_any_moment(run: Callable[[Path], None], tmp_path: Path) -> None:
-    run_apart(run, tmp_path)
+@pytest.mark.parametrize("replaces", [True, False])
+def test_killed_at_any_moment(replaces: bool, tmp_path: Path) -> None:
+    run_apart(write_and_be_killed, tmp_path, replaces)

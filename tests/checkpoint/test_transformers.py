@@ -47,16 +47,10 @@ def tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def example(model: Any) -> Tensor:
-    plan = plan_of(model)
-    assert plan is not None and plan.example is not None
-    return torch.randn(plan.example[0].shape, generator=torch.Generator().manual_seed(1))  # pyright: ignore
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_round_trips(name: str, tmp_path: Path) -> None:
     model = converted(name)
-    x = example(model)
+    x = torch.randn(plan_of(model).example[0].shape, generator=torch.Generator().manual_seed(1))
     wanted = tensors(model(x))
     model.save_pretrained(tmp_path / "theirs")
     flysurgery.save(model, tmp_path / "ours")
@@ -92,13 +86,17 @@ def test_an_opened_model_is_no_quantized_one(folders: Path, kind: str, tmp_path:
     transformers.ViTForImageClassification.from_pretrained(tmp_path)
 
 
-def test_after_an_error_the_configuration_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = transformers.ViTModel(transformers.ViTConfig(**TRUNK)).eval()
-    plan = flysurgery.plan(model)
-    monkeypatch.setattr(model, "forward", lambda *_: 1 / 0)
+def test_models_that_share_a_configuration_are_converted_apart_and_it_is_as_before_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.ViTConfig(**TRUNK)
+    first, second = transformers.ViTModel(config).eval(), transformers.ViTModel(config).eval()
+    plan = flysurgery.plan(first)
+    flysurgery.apply(plan, first)
+    assert "quantization_config" in first.config.to_dict()
+    assert "quantization_config" not in second.config.to_dict() and config is second.config
+    monkeypatch.setattr(second, "forward", lambda *_: 1 / 0)
     with pytest.raises(SurgeryError, match="put back as it was"):
-        flysurgery.apply(plan, model)
-    assert "quantization_config" not in model.config.to_dict()
+        flysurgery.apply(plan, second)
+    assert "quantization_config" not in second.config.to_dict()
 
 
 def test_a_trunk_opens_with_and_without_a_head(folders: Path, tmp_path: Path) -> None:
@@ -121,19 +119,10 @@ def test_a_configuration_that_a_forward_changed_is_saved_as_it_stands(tmp_path: 
     assert flysurgery.load(tmp_path / "saved").config.problem_type == "single_label_classification"
 
 
-def test_models_that_share_a_configuration_are_converted_apart() -> None:
-    config = transformers.ViTConfig(**TRUNK)
-    first, second = transformers.ViTModel(config).eval(), transformers.ViTModel(config).eval()
-    flysurgery.apply(flysurgery.plan(first), first)
-    assert "quantization_config" in first.config.to_dict()
-    assert "quantization_config" not in second.config.to_dict() and config is second.config
-
-
 def test_only_the_checked_file_is_read(folders: Path, tmp_path: Path) -> None:
     shutil.copytree(folders / "theirs", tmp_path / "copy")
-    (tmp_path / "copy" / "adapter_config.json").write_text(
-        '{"peft_type": "LORA", "base_model_name_or_path": "x", "target_modules": ["fc1"]}'
-    )
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "x", "target_modules": ["fc1"]}
+    (tmp_path / "copy" / "adapter_config.json").write_text(json.dumps(adapter))
     (tmp_path / "copy" / "adapter_model.safetensors").write_bytes(b"no tensors")
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(flysurgery.load(tmp_path / "copy")(x).logits, flysurgery.load(folders / "theirs")(x).logits)
@@ -160,6 +149,9 @@ CHANGES: list[dict[str, Any]] = [
     {"quantization_config": {"plan": {"layers": {}}}},
     {"hidden_size": "much"},
 ]
+DAMAGED: list[dict[str, Any]] = [{"id2label": 5}, {"dtype": "nonsense"}]
+"""What is read of a folder that transformers wrote alone."""
+PROCESSORS = ("[]", '{"image_mean": 5}', '{"image_std": [0.0]}', '{"image_mean": [1e999]}', '{"rescale_factor": 0}', "no JSON")
 
 
 def merge(config: dict[str, Any], change: dict[str, Any]) -> None:
@@ -167,25 +159,18 @@ def merge(config: dict[str, Any], change: dict[str, Any]) -> None:
         merge(config[name], value) if isinstance(value, dict) and value and name in config else config.update({name: value})
 
 
-DAMAGED: list[dict[str, Any]] = [{"id2label": 5}, {"dtype": "nonsense"}]
-"""What is read of a folder that transformers wrote alone."""
+BOTH = [(kind, change) for kind in ("ours", "theirs") for change in (*CHANGES, *PROCESSORS)]
 
 
-@pytest.mark.parametrize(("kind", "change"), [*(("ours", each) for each in CHANGES), *(("theirs", each) for each in CHANGES + DAMAGED)])
-def test_a_changed_configuration_is_refused(kind: str, change: dict[str, Any], folders: Path, tmp_path: Path) -> None:
-    shutil.copytree(folders / kind, tmp_path / "changed")
-    rewrite_config(tmp_path / "changed", lambda config: merge(config, change))
-    refused(tmp_path / "changed")
-
-
-@pytest.mark.parametrize(
-    "text", ["[]", '{"image_mean": 5}', '{"image_std": [0.0]}', '{"image_mean": [1e999]}', '{"rescale_factor": 0}', "no JSON"]
-)
-@pytest.mark.parametrize("kind", ["theirs", "ours"])
-def test_a_damaged_processor_is_refused(text: str, kind: str, folders: Path, tmp_path: Path) -> None:
-    shutil.copytree(folders / kind, tmp_path / "changed")
-    (tmp_path / "changed" / "preprocessor_config.json").write_text(text)
-    refused(tmp_path / "changed", "preprocessor_config.json")
+@pytest.mark.parametrize(("kind", "change"), [*BOTH, *(("theirs", each) for each in DAMAGED)])
+def test_a_changed_configuration_and_a_damaged_processor_are_refused(kind: str, change: Any, folders: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders / kind, tmp_path / "changed"))
+    if isinstance(change, str):
+        (folder / "preprocessor_config.json").write_text(change)
+        refused(folder, "preprocessor_config.json")
+    else:
+        rewrite_config(folder, lambda config: merge(config, change))
+        refused(folder)
 
 
 @pytest.mark.parametrize("settings", [{"do_rescale": False}, {"rescale_factor": 2 / 255}, {"do_normalize": False, "do_rescale": False}, {}])
