@@ -33,24 +33,42 @@ def parts_of(module: nn.Module) -> list[Any]:
     return list(module.children()) if isinstance(module, SplitLinear) else [module]
 
 
-def test_factors_are_the_projections_and_the_rest_stays(vit: nn.Module, vit_plan: Plan) -> None:
+def test_factors_are_the_projections_the_rest_stays_and_the_report_counts(vit: nn.Module, vit_plan: Plan) -> None:
     dense = copy.deepcopy(vit)
     seen: list[tuple[int, int, str]] = []
-    apply(vit_plan, vit, progress=lambda *each: seen.append(each))
+    report = apply(vit_plan, vit, progress=lambda *each: seen.append(each))
     assert seen == [(i, 6, layer.fqn) for i, layer in enumerate(vit_plan.replaced, start=1)]
+    rows = {row.fqn: row for row in report.rows}
+    assert list(rows) == [layer.fqn for layer in vit_plan.layers]
     for layer in vit_plan.replaced:
-        old, new = dense.get_submodule(layer.fqn), vit.get_submodule(layer.fqn)
+        old, new, row = dense.get_submodule(layer.fqn), vit.get_submodule(layer.fqn), rows[layer.fqn]
+        products = []
         for part, module in zip(layer.parts, parts_of(new), strict=True):
-            assert isinstance(module, ButterflyLinear) and part.architecture is not None
             expected = project(old.weight.detach()[part.start : part.stop], part.architecture).factors
+            assert isinstance(module, ButterflyLinear)
             assert all(torch.equal(a, b) for a, b in zip(module.factors, expected, strict=True))
             assert torch.equal(module.bias, old.bias[part.start : part.stop])
+            products.append(factors_to_dense([factor.double() for factor in expected]))
+        weight = old.weight.detach().double()
+        assert row.relative_error == pytest.approx(float((weight - torch.cat(products)).norm() / weight.norm()))
+        assert row.params_after == sum(parameter.numel() for parameter in new.parameters())
+        assert row.params_before == layer.params_before and row.seconds is not None
     kept = {name for name in dense.state_dict() if not any(name.startswith(f"{layer.fqn}.") for layer in vit_plan.replaced)}
     assert kept and all(torch.equal(dense.state_dict()[name], vit.state_dict()[name]) for name in kept)
     assert [name for name in vit.state_dict() if name.startswith(("blocks.0.attn.qkv", "blocks.0.mlp.fc1"))] == [
         *(f"blocks.0.attn.qkv.{part}.{tensor}" for part in "qkv" for tensor in ("bias", "factors.0", "factors.1")),
         *(f"blocks.0.mlp.fc1.{tensor}" for tensor in ("bias", "factors.0", "factors.1")),
     ]
+    head = rows["head"]
+    assert (head.status, head.reason.code, head.relative_error, head.seconds) == ("keep", "head", None, None)
+    assert head.params_before == head.params_after == 64 * 7 + 7
+    totals, counts = report.totals, [sum(parameter.numel() for parameter in model.parameters()) for model in (dense, vit)]
+    assert [totals["model_params_before"], totals["model_params_after"]] == counts
+    assert totals["replaced_params_before"] - totals["replaced_params_after"] == counts[0] - counts[1]
+    assert totals["linear_flops_before"] == sum(layer.flops_before for layer in vit_plan.layers)
+    document = json.loads(json.dumps(report.to_json()))
+    assert document["calibration"] is None and document["totals"]["replaced"] == 6
+    assert "replaced 6 of 9 linear layers" in str(report)
 
 
 def test_random_factors_need_no_projection_and_follow_the_seed(vit: nn.Module) -> None:
@@ -92,36 +110,21 @@ def test_dtype_mode_and_requires_grad_stay_there_and_back(vit: nn.Module, vit_pl
     assert [(name, each.training) for name, each in vit.named_modules()] == [(name, each.training) for name, each in before.named_modules()]
 
 
-def test_the_report_counts_and_measures(vit: nn.Module, vit_plan: Plan) -> None:
-    dense = copy.deepcopy(vit)
-    report = apply(vit_plan, vit)
-    rows = {row.fqn: row for row in report.rows}
-    assert list(rows) == [layer.fqn for layer in vit_plan.layers]
-    for layer in vit_plan.replaced:
-        weight, module, row = dense.get_parameter(f"{layer.fqn}.weight").detach().double(), vit.get_submodule(layer.fqn), rows[layer.fqn]
-        product = torch.cat([factors_to_dense([factor.detach().double() for factor in part.factors]) for part in parts_of(module)])
-        error = float((weight - product).norm() / weight.norm())
-        assert row.relative_error == pytest.approx(error)
-        assert row.params_after == sum(parameter.numel() for parameter in module.parameters())
-        assert row.params_before == layer.params_before and row.seconds is not None
-    head = rows["head"]
-    assert head.reason is not None
-    assert (head.status, head.reason.code, head.relative_error, head.seconds) == ("keep", "head", None, None)
-    assert head.params_before == head.params_after == 64 * 7 + 7
-    totals, counts = report.totals, [sum(parameter.numel() for parameter in model.parameters()) for model in (dense, vit)]
-    assert [totals["model_params_before"], totals["model_params_after"]] == counts
-    assert totals["replaced_params_before"] - totals["replaced_params_after"] == counts[0] - counts[1]
-    assert totals["linear_flops_before"] == sum(layer.flops_before for layer in vit_plan.layers)
-    document = json.loads(json.dumps(report.to_json()))
-    assert document["calibration"] is None and document["totals"]["replaced"] == 6
-    assert "replaced 6 of 9 linear layers" in str(report)
-
-
-def test_the_plan_stays_with_the_model_its_copies_and_pickles(vit: nn.Module, vit_plan: Plan) -> None:
+def test_densified_weights_are_the_products_rounded_once_and_the_plan_stays_until_then(vit: nn.Module, vit_plan: Plan) -> None:
     assert plan_of(vit) is None
     apply(vit_plan, vit)
-    assert plan_of(vit) is vit_plan
-    assert plan_of(copy.deepcopy(vit)) == plan_of(pickle.loads(pickle.dumps(vit))) == vit_plan
+    converted = copy.deepcopy(vit)
+    assert plan_of(vit) is vit_plan and plan_of(converted) == plan_of(pickle.loads(pickle.dumps(vit))) == vit_plan
+    assert densify(vit) == 6 and plan_of(vit) is None
+    for layer in vit_plan.replaced:
+        parts, linear = parts_of(converted.get_submodule(layer.fqn)), vit.get_submodule(layer.fqn)
+        assert type(linear) is nn.Linear
+        factors = [[dense_factor(factor.detach().double()) for factor in part.factors] for part in parts]
+        exact = torch.cat([left @ right for left, right in factors])
+        rounding = torch.finfo(torch.float32).eps / 2  # one rounding to float32; float64 sums are far below that
+        assert ((linear.weight.double() - exact).abs() <= 1.001 * rounding * exact.abs() + 1e-15).all()
+        assert torch.equal(linear.bias, torch.cat([part.bias for part in parts]))
+    assert all(row.relative_error < 1e-6 for row in apply(vit_plan, vit).replaced)
 
 
 def test_a_shared_module_is_replaced_under_all_its_names_and_stays_shared(vit: nn.Module) -> None:
@@ -135,14 +138,12 @@ def test_a_shared_module_is_replaced_under_all_its_names_and_stays_shared(vit: n
     assert type(vit.get_submodule(second)) is nn.Linear and vit.get_submodule(second) is vit.get_submodule(first)
 
 
-X = torch.zeros(2, 16, 8, 8)
-
-
 def test_convolutions_are_replaced_where_that_is_asked_for() -> None:
+    x = torch.zeros(2, 16, 8, 8)
     reason = "conv1x1 \\(2 layers\\): it is a 1x1 convolution, replaced only where convs are asked for"
     with pytest.raises(PlanError, match=reason):
-        plan(Mobile(), example=X)
-    made, model = plan(Mobile(), example=X, convs=True), Mobile()
+        plan(Mobile(), example=x)
+    made, model = plan(Mobile(), example=x, convs=True), Mobile()
     model.up = nn.Conv2d(16, 64, 1, stride=2)
     with unchanged(model), pytest.raises(PlanError, match="layer up: expected a 1x1 convolution without stride"):
         apply(made, model)
@@ -151,21 +152,6 @@ def test_convolutions_are_replaced_where_that_is_asked_for() -> None:
     install(made, empty)
     assert sorted(empty.state_dict()) == ["down.factors.0", "down.factors.1", "up.bias", "up.factors.0", "up.factors.1"]
     assert isinstance(empty.up, ButterflyConv)
-
-
-def test_densified_weights_are_the_products_rounded_once_and_convert_to_the_same(vit: nn.Module, vit_plan: Plan) -> None:
-    apply(vit_plan, vit)
-    converted = copy.deepcopy(vit)
-    assert densify(vit) == 6 and plan_of(vit) is None
-    for layer in vit_plan.replaced:
-        parts, linear = parts_of(converted.get_submodule(layer.fqn)), vit.get_submodule(layer.fqn)
-        assert type(linear) is nn.Linear
-        factors = [[dense_factor(factor.detach().double()) for factor in part.factors] for part in parts]
-        exact = torch.cat([left @ right for left, right in factors])
-        rounding = torch.finfo(torch.float32).eps / 2  # one rounding to float32; float64 sums are far below that
-        assert ((linear.weight.double() - exact).abs() <= 1.001 * rounding * exact.abs() + 1e-15).all()
-        assert torch.equal(linear.bias, torch.cat([part.bias for part in parts]))
-    assert all(row.relative_error < 1e-6 for row in apply(vit_plan, vit).replaced if row.relative_error is not None)
 
 
 def test_switches_are_set_back() -> None:
@@ -180,15 +166,11 @@ def test_switches_are_set_back() -> None:
         assert [block.attn.qkv_bias_separate for block in model.blocks] == [False, True]
 
 
-def meta_vit() -> nn.Module:
-    with torch.device("meta"):
-        return timm.create_model("vit_tiny_patch16_224", num_classes=7, **TINY)
-
-
 def test_an_installed_model_loads_the_state_and_gives_its_outputs(vit: nn.Module, vit_plan: Plan) -> None:
     images = torch.randn(4, 3, 32, 32)
     apply(vit_plan, vit)
-    again = meta_vit()
+    with torch.device("meta"):
+        again = timm.create_model("vit_tiny_patch16_224", num_classes=7, **TINY)
     install(Plan.from_json(vit_plan.to_json()), again)
     assert {tensor.device.type for tensor in again.state_dict().values()} == {"meta"}
     assert copy.deepcopy(again).state_dict().keys() == vit.state_dict().keys()

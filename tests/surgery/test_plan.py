@@ -18,7 +18,6 @@ from flysurgery.errors import OptionError, PatternError, PlanError, SelectionErr
 from flysurgery.patterns import Architecture, low_rank, monarch, named
 from flysurgery.surgery import ExampleInput, LayerPlan, Part, Plan, Reason, apply, densify, plan
 from flysurgery.surgery.base import find_base
-from flysurgery.surgery.planning import Rule
 from flysurgery.walker import Switch
 from tests.surgery.conftest import TINY, unchanged
 
@@ -178,39 +177,34 @@ def test_the_default_plan_of_a_timm_vit(vit: nn.Module) -> None:
     assert plan(empty) == made
 
 
-def test_families_options_and_selection(vit: nn.Module) -> None:
+def test_families_options_selection_and_default_roles(vit: nn.Module) -> None:
     assert layers(plan(vit, nblocks=8))["blocks.0.mlp.fc1"].parts[0].architecture == monarch(256, 64, 8)
     assert layers(plan(vit, "lowrank", rank=5))["blocks.0.mlp.fc2"].parts[0].architecture == low_rank(64, 256, 5)
     assert names(plan(vit, roles=("attn_out",))) == blocks("attn.proj")
     assert names(plan(vit, include=r"blocks\.1", exclude="qkv")) == {"blocks.1.mlp.fc1", "blocks.1.mlp.fc2"}
-    with pytest.raises(SelectionError):
-        plan(vit, include="no_such_layer")
-
-
-def test_default_roles_are_those_that_the_model_has_and_named_ones_must_occur() -> None:
-    mixer = MlpMixer(img_size=32, patch_size=8, num_blocks=1, embed_dim=64, num_classes=3)
-    images = torch.zeros(2, 3, 32, 32)
-    assert plan(mixer, example=images) == plan(mixer, roles="ffn", example=images)
+    mixer, images = MlpMixer(img_size=32, patch_size=8, num_blocks=1, embed_dim=64, num_classes=3), torch.zeros(2, 3, 32, 32)
+    assert plan(mixer, example=images) == plan(mixer, roles="ffn", example=images), "those that the model has"
     with pytest.raises(SelectionError, match="'qkv'"):
         plan(mixer, roles=("ffn", "qkv"), example=images)
     with pytest.raises(SelectionError, match=r"the roles found are head \(1\)"):
         plan(nn.Sequential(nn.Linear(32, 32), nn.Flatten()), example=torch.zeros(2, 32))
 
 
-def test_explicit_patterns_go_where_they_fit(vit: nn.Module) -> None:
+def test_explicit_patterns_and_square_architectures_go_where_they_fit(vit: nn.Module) -> None:
     made = plan(vit, patterns=["(1,32,8,2),(2,8,32,1)", Architecture.parse("(1,128,32,2),(2,32,32,1)")])
     assert names(made) == blocks("attn.qkv", "mlp.fc1")
     assert layers(made)["blocks.0.attn.qkv"].parts[1].architecture == Architecture.of((1, 32, 8, 2), (2, 8, 32, 1))
     down = layers(made)["blocks.0.mlp.fc2"].reason
-    assert down is not None and down.code == "no-pattern" and "64x256" in down.text
+    assert down.code == "no-pattern" and "64x256" in down.text
     whole = "(1,96,16,2),(2,16,32,1)"  # of the fused matrix, which then is not taken apart
     assert [(part.name, str(part.architecture)) for part in layers(plan(vit, patterns=whole))["blocks.0.attn.qkv"].parts] == [(None, whole)]
-    for wrong in ("(1,2,3)", ["(1,2,3)"], [1, 2], [(1, 32, 8, 2), (2, 8, 32, 1)]):
-        with pytest.raises(PatternError, match="expected patterns such as"):
-            plan(vit, patterns=wrong)  # pyright: ignore[reportArgumentType]
-    sizes = "describe a 100x64 matrix, and the selected layers and their parts are 64x64, 64x256, 192x64, 256x64"
-    with pytest.raises(SelectionError, match=sizes):
-        plan(vit, patterns=[monarch(256, 64), monarch(100, 64)])
+    for arch in ("dyadic", "kaleidoscope", "block"):
+        found = layers(plan(vit, arch))
+        assert [part.architecture for part in found["blocks.0.attn.qkv"].parts] == 3 * [named(arch, 64, 64)]
+        assert f"{arch} is for square matrices, got 256x64" in found["blocks.0.mlp.fc1"].reason.text
+    deep = plan(vit, "deformable", nblocks=8)
+    assert names(deep) == blocks("attn.qkv", "mlp.fc1", "mlp.fc2")
+    assert {len(part.architecture) for layer in deep.replaced for part in layer.parts} == {4}
 
 
 def test_layers_and_parts_get_the_architectures_that_are_named_for_them(vit: nn.Module) -> None:
@@ -219,51 +213,53 @@ def test_layers_and_parts_get_the_architectures_that_are_named_for_them(vit: nn.
     assert (q.architecture, k.architecture, v.architecture) == (monarch(64, 64, 8), monarch(64, 64, 8), None)
     assert made["blocks.0.mlp.fc1"].parts[0].architecture == low_rank(256, 64, 5)
     kept = made["blocks.1.mlp.fc1"]
-    assert not kept.is_replaced and kept.reason is not None and "per_layer keeps it dense" in kept.reason.text
+    assert not kept.is_replaced and "per_layer keeps it dense" in kept.reason.text
     assert not layers(plan(vit, per_layer={r"blocks\.0\.attn\.qkv": "dense"}))["blocks.0.attn.qkv"].is_replaced
     whole = layers(plan(vit, per_layer={"qkv": "lowrank:40"}))["blocks.0.attn.qkv"].parts  # which has no gain for parts
     assert [(part.name, part.architecture) for part in whole] == [(None, low_rank(192, 64, 40))]
 
 
-@pytest.mark.parametrize(
-    ("per_layer", "error", "message"),
-    [
-        ({"attention": "dense"}, SelectionError, "'attention' matches no selected layer and no part of one"),
-        ({"attn.proj": "dense"}, SelectionError, "'attn.proj' matches no selected layer"),
-        ({"(": "dense"}, SelectionError, "is no regular expression"),
-        ({"mlp": "monarchs"}, OptionError, "expected dense, or a family such as gonon, monarch:8 or lowrank:64, got 'monarchs'"),
-        ({"mlp": "gonon:8"}, OptionError, "got 'gonon:8'"),
-        ({"mlp": "monarch:-8"}, OptionError, "got 'monarch:-8'"),
-        ({"mlp": "monarch:"}, OptionError, "got 'monarch:'"),
-    ],
-)
-def test_wrong_choices_for_layers_are_one_sentence(vit: nn.Module, per_layer: dict[str, str], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message.replace("(", r"\(")):
-        plan(vit, per_layer=per_layer)
+PATTERNS = "expected patterns such as"
+SIZES = "describe a 100x64 matrix, and the selected layers and their parts are 64x64, 64x256, 192x64, 256x64"
+CHOICES = "expected dense, or a family such as gonon, monarch:8 or lowrank:64, got "
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"include": "no_such_layer"}, SelectionError, "no_such_layer"),
+    ({"patterns": "(1,2,3)"}, PatternError, PATTERNS),
+    ({"patterns": ["(1,2,3)"]}, PatternError, PATTERNS),
+    ({"patterns": [1, 2]}, PatternError, PATTERNS),
+    ({"patterns": [(1, 32, 8, 2), (2, 8, 32, 1)]}, PatternError, PATTERNS),
+    ({"patterns": [monarch(256, 64), monarch(100, 64)]}, SelectionError, SIZES),
+    ({"patterns": [monarch(64, 64)], "nblocks": 8}, OptionError, "patterns name the architecture, so nblocks"),
+    ({"per_layer": {"attention": "dense"}}, SelectionError, "'attention' matches no selected layer and no part of one"),
+    ({"per_layer": {"attn.proj": "dense"}}, SelectionError, "'attn.proj' matches no selected layer"),
+    ({"per_layer": {"(": "dense"}}, SelectionError, "is no regular expression"),
+    ({"per_layer": {"mlp": "monarchs"}}, OptionError, f"{CHOICES}'monarchs'"),
+    ({"per_layer": {"mlp": "gonon:8"}}, OptionError, "got 'gonon:8'"),
+    ({"per_layer": {"mlp": "monarch:-8"}}, OptionError, "got 'monarch:-8'"),
+    ({"per_layer": {"mlp": "monarch:"}}, OptionError, "got 'monarch:'"),
+    ({"nblocks": 48}, PlanError, r"nothing would be replaced: no-pattern \(\d layers\): .*"),
+    ({"nblocks": 1, "roles": "attn_out"}, PlanError, "no-gain"),
+    ({"arch": "butterfly"}, OptionError, "monarch, gonon, lowrank"),
+    ({"nblocks": 0}, OptionError, "nblocks must be a positive integer, got 0"),
+    ({"nblocks": 2.0}, OptionError, "nblocks must be a positive integer"),
+    ({"rank": 8}, OptionError, "takes no rank"),
+    ({"arch": "gonon", "nblocks": 8}, OptionError, "takes no nblocks"),
+]
 
 
-def test_square_architectures_leave_other_layers_dense_and_the_deformable_one_takes_them(vit: nn.Module) -> None:
-    for arch in ("dyadic", "kaleidoscope", "block"):
-        made = layers(plan(vit, arch))
-        assert [part.architecture for part in made["blocks.0.attn.qkv"].parts] == 3 * [named(arch, 64, 64)]
-        up = made["blocks.0.mlp.fc1"].reason
-        assert up is not None and f"{arch} is for square matrices, got 256x64" in up.text
-    deep = plan(vit, "deformable", nblocks=8)
-    assert names(deep) == blocks("attn.qkv", "mlp.fc1", "mlp.fc2")
-    assert {len(part.architecture or ()) for layer in deep.replaced for part in layer.parts} == {4}
-    narrow = timm.create_model("vit_tiny_patch16_224", **TINY | {"embed_dim": 96})
-    with pytest.raises(PlanError, match=r"needs n = 2\^L with L >= 1, got a 96x96 matrix"):  # of the parts, not of the fused matrix
-        plan(narrow, "dyadic", roles="qkv")
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED)
+def test_what_cannot_be_planned_says_why(vit: nn.Module, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        plan(vit, **options)
 
 
-def test_what_cannot_be_planned_says_why(vit: nn.Module) -> None:
-    with pytest.raises(PlanError, match=r"nothing would be replaced: no-pattern \(\d layers\): .*"):
-        plan(vit, nblocks=48)
-    with pytest.raises(PlanError, match="no-gain"):
-        plan(vit, nblocks=1, roles=("attn_out",))
+def test_models_that_cannot_be_planned_say_why(vit: nn.Module) -> None:
     apply(plan(vit), vit)
     with pytest.raises(SurgeryError, match=r"converted already \(6 layers, such as blocks.0.attn.qkv\); densify it first"):
         plan(vit)
+    narrow = timm.create_model("vit_tiny_patch16_224", **TINY | {"embed_dim": 96})
+    with pytest.raises(PlanError, match=r"needs n = 2\^L with L >= 1, got a 96x96 matrix"):  # of the parts, not of the fused matrix
+        plan(narrow, "dyadic", roles="qkv")
 
 
 class Uneven(nn.Module):
@@ -288,22 +284,6 @@ def test_a_part_without_an_architecture_stays_dense() -> None:
     apply(made, model)
     assert torch.equal(model.qkv.k.weight, key)
     assert densify(model) == 1 and torch.equal(model.qkv.weight[32:36], key)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"arch": "butterfly"}, "monarch, gonon, lowrank"),
-        ({"nblocks": 0}, "nblocks must be a positive integer, got 0"),
-        ({"nblocks": 2.0}, "nblocks must be a positive integer"),
-        ({"rank": 8}, "takes no rank"),
-        ({"arch": "gonon", "nblocks": 8}, "takes no nblocks"),
-        ({"architectures": (monarch(8, 8, 2),), "nblocks": 8}, "patterns name the architecture, so nblocks"),
-    ],
-)
-def test_options_out_of_range_or_in_contradiction(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        Rule(**options)
 
 
 @pytest.mark.parametrize(
