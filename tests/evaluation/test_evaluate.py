@@ -42,7 +42,7 @@ def data(scores: Tensor, classes: Tensor, num_classes: int = CLASSES) -> ImageDa
     return ImageData("test", TensorDataset(scores[:, None, None, :], classes), len(scores), num_classes)
 
 
-def test_counts() -> None:
+def test_counts_of_data_and_of_any_iterable_of_images_and_labels() -> None:
     ranks = torch.tensor([0, 0, 0, 1, 4, 5, 6, 6])  # how many classes score higher than the right one
     classes = torch.arange(8) % CLASSES
     scores = torch.stack([torch.arange(CLASSES - 1.0, -1.0, -1.0).roll(int(c - r)) for c, r in zip(classes, ranks, strict=True)])
@@ -52,68 +52,52 @@ def test_counts() -> None:
     assert found.seconds > 0 and model.batches == [3, 3, 2]
     few = evaluate(Lookup(), data(torch.eye(3), torch.tensor([0, 1, 0]), 3))
     assert (few.top1, few.top5) == (2 / 3, 1.0), "of fewer than five classes all count"
-    with pytest.raises(OptionError, match="at least 1, got 0"):
-        evaluate(model, data(scores, classes), batch_size=0)
-    assert str(Accuracy(0.985, 1.0, 599, 2.04)) == "top-1 98.50%, top-5 100.00% of 599 samples in 2.0 s"
-
-
-def test_any_iterable_of_images_and_labels() -> None:
     images, classes = torch.eye(CLASSES)[:, None, None, :], torch.tensor([0, 1, 2, 3, 4, 5, 0])
     loader = DataLoader(TensorDataset(images, classes), batch_size=3)
     for given in (loader, list(loader), ((image[None], label[None]) for image, label in zip(images, classes, strict=True))):
         found = evaluate(Lookup(), given)
         assert (found.top1, found.samples) == (6 / 7, 7)
+    with pytest.raises(OptionError, match="at least 1, got 0"):
+        evaluate(model, data(torch.eye(3), torch.tensor([0, 1, 0]), 3), batch_size=0)
+    assert str(Accuracy(0.985, 1.0, 599, 2.04)) == "top-1 98.50%, top-5 100.00% of 599 samples in 2.0 s"
 
 
-@pytest.mark.parametrize(
-    ("given", "fact"),
-    [
-        (3, r"expected a model and then a DataLoader .*, got Lookup and int"),
-        ([], "there are no images"),
-        ([torch.zeros(2, 1, 1, 7)], r"batches \(images, labels\).*got \(torch.float32 \(2, 1, 1, 7\)\)"),
-        ([(torch.zeros(1, 1, 7), 3)], r"got \(torch.float32 \(1, 1, 7\), int\)"),
-        ([(torch.zeros(2, 1, 1, 7), torch.zeros(2, 7))], r"got .*torch.float32 \(2, 7\)\)"),
-        ([(torch.zeros(2, 1, 1, 7), torch.tensor([0, 7]))], "tells 7 classes apart, got labels from 0 to 7"),
-    ],
-)
-def test_what_is_no_batch_of_images_and_labels(given: Any, fact: str) -> None:
-    with pytest.raises(DataError, match=fact):
-        evaluate(Lookup(), given)
-
-
-def test_modes_are_set_back_and_images_cast_to_the_model() -> None:
-    model = nn.Sequential(Lookup(), nn.Dropout()).bfloat16()
-    model[1].eval()
-    assert evaluate(model, data(torch.eye(CLASSES), torch.arange(CLASSES))).top1 == 1.0
-    assert [module.training for module in model.modules()] == [True, True, False]
-
-
-def test_what_a_forward_makes_may_be_trained_with_later() -> None:
+def test_modes_are_set_back_images_cast_and_what_a_forward_makes_may_be_trained_with_later() -> None:
     """FSDP2 gathers weights in a forward and goes on with them; tensors of inference mode cannot be trained with."""
     kept: list[Tensor] = []
-    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    model = nn.Sequential(Lookup(), nn.Dropout()).bfloat16()
+    model[1].eval()
     model.register_forward_hook(lambda module, inputs, output: kept.append(output))
-    evaluate(model, ImageData("noise", TensorDataset(torch.rand(4, 3, 2, 2), torch.zeros(4, dtype=torch.int64)), 4, 3))
+    assert evaluate(model, data(torch.eye(CLASSES), torch.arange(CLASSES))).top1 == 1.0
+    assert [module.training for module in model.modules()] == [True, True, False]
     assert not kept[0].is_inference() and not kept[0].requires_grad
 
 
+SCORES = data(torch.eye(CLASSES), torch.arange(CLASSES))
+SEVEN = "test has 7 classes, so scores of shape"
+
+
 @pytest.mark.parametrize(
-    ("model", "fact"),
+    ("model", "given", "fact"),
     [
-        (nn.Sequential(Lookup(), nn.Linear(CLASSES, 4)), r"test has 7 classes, so scores of shape \(7, 7\) were expected, got \(7, 4\)"),
-        (nn.Sequential(nn.Linear(CLASSES, CLASSES)), r"got \(7, 1, 1, 7\)"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(CLASSES, CLASSES), nn.Softmax(0), nn.Unflatten(0, (-1, 7))), r"got \(1, 7, 7\)"),
+        (Lookup(), 3, r"expected a model and then a DataLoader .*, got Lookup and int"),
+        (Lookup(), [], "there are no images"),
+        (Lookup(), [torch.zeros(2, 1, 1, 7)], r"batches \(images, labels\).*got \(torch.float32 \(2, 1, 1, 7\)\)"),
+        (Lookup(), [(torch.zeros(1, 1, 7), 3)], r"got \(torch.float32 \(1, 1, 7\), int\)"),
+        (Lookup(), [(torch.zeros(2, 1, 1, 7), torch.zeros(2, 7))], r"got .*torch.float32 \(2, 7\)\)"),
+        (Lookup(), [(torch.zeros(2, 1, 1, 7), torch.tensor([0, 7]))], "tells 7 classes apart, got labels from 0 to 7"),
+        (nn.Sequential(Lookup(), nn.Linear(CLASSES, 4)), SCORES, rf"{SEVEN} \(7, 7\) were expected, got \(7, 4\)"),
+        (nn.Sequential(nn.Linear(CLASSES, CLASSES)), SCORES, r"got \(7, 1, 1, 7\)"),
+        (nn.Sequential(Lookup(), nn.Linear(CLASSES, CLASSES), nn.Unflatten(0, (-1, 7))), SCORES, r"got \(1, 7, 7\)"),
     ],
 )
-def test_outputs_that_are_no_scores(model: nn.Module, fact: str) -> None:
+def test_what_is_no_batch_of_images_and_labels_or_no_scores(model: nn.Module, given: Any, fact: str) -> None:
     with pytest.raises(DataError, match=fact):
-        evaluate(model, data(torch.eye(CLASSES), torch.arange(CLASSES)))
+        evaluate(model, given)
     assert model.training
 
 
-ROOT = Path(__file__).parents[2]
-
-DEMO = ROOT / "checkpoints" / "digits_vit"
+DEMO = Path(__file__).parents[2] / "checkpoints" / "digits_vit"
 
 
 def test_the_demo_is_as_accurate_and_small_as_stated_and_timm_opens_it() -> None:
@@ -200,48 +184,42 @@ def test_a_folder_of_any_depth_gives_its_images_and_the_digits_those_that_calibr
     assert len(load_unseen("fractals", vit(), samples=20)) == 20
 
 
-def spoilt(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        model.norm.weight.fill_(float("nan"))
+def spoilt() -> nn.Module:
+    model = vit()
+    nn.init.constant_(model.norm.weight, float("nan"))
     return model
 
 
-def normalized(model: nn.Module) -> nn.Module:
+def normalized() -> nn.Module:
+    model = vit()
     model.pretrained_cfg = {**model.pretrained_cfg, "mean": (0.1, 0.2, 0.3)}
     return model
 
 
-@pytest.mark.parametrize(
-    ("model", "teacher", "words"),
-    [
-        (vit, lambda: vit(img_size=32), "images of 3x16x16 and the one it is held against of 3x32x32"),
-        (vit, lambda: vit(num_classes=5), "tells 10 classes apart and the one it is held against 5"),
-        (lambda: vit(embed_dim=32, num_classes=0), lambda: vit(num_classes=0), "features are 32 wide and the other model's 64"),
-        (lambda: normalized(vit()), vit, "another mean or standard deviation"),
-        (lambda: spoilt(vit()), vit, "gives outputs that are no finite numbers"),
-    ],
-)
-def test_models_that_cannot_be_compared(model: Callable[[], nn.Module], teacher: Callable[[], nn.Module], words: str) -> None:
-    with pytest.raises(DataError, match=words):
-        compare(model(), teacher(), inputs())
+NO_NUMBERS = Samples(torch.full((4, 3, 16, 16), float("nan")))
 
 
 @pytest.mark.parametrize(
-    ("data", "options", "error", "words"),
+    ("model", "teacher", "data", "options", "error", "words"),
     [
-        ("nowhere", {}, DataError, "no data set 'nowhere'"),
-        (Path(__file__).parent, {}, DataError, "no images"),
-        ("digits", {"samples": 600}, DataError, "600 were asked for and there are 599"),
-        (inputs(), {"samples": 9}, DataError, "9 were asked for and there are 6"),
-        (Samples(torch.full((4, 3, 16, 16), float("nan"))), {}, DataError, "NaN or infinite entries"),
-        (inputs(), {"batch_size": 0}, OptionError, "batch_size must be at least 1, got 0"),
+        (vit, lambda: vit(img_size=32), inputs(), {}, DataError, "images of 3x16x16 and the one it is held against of 3x32x32"),
+        (vit, lambda: vit(num_classes=5), inputs(), {}, DataError, "tells 10 classes apart and the one it is held against 5"),
+        (lambda: vit(embed_dim=32, num_classes=0), lambda: vit(num_classes=0), inputs(), {}, DataError, "32 wide and the other model's 64"),
+        (normalized, vit, inputs(), {}, DataError, "another mean or standard deviation"),
+        (spoilt, vit, inputs(), {}, DataError, "gives outputs that are no finite numbers"),
+        (vit, vit, "nowhere", {}, DataError, "no data set 'nowhere'"),
+        (vit, vit, Path(__file__).parent, {}, DataError, "no images"),
+        (vit, vit, "digits", {"samples": 600}, DataError, "600 were asked for and there are 599"),
+        (vit, vit, inputs(), {"samples": 9}, DataError, "9 were asked for and there are 6"),
+        (vit, vit, NO_NUMBERS, {}, DataError, "NaN or infinite entries"),
+        (vit, vit, inputs(), {"batch_size": 0}, OptionError, "batch_size must be at least 1, got 0"),
     ],
 )
-def test_data_that_cannot_be_compared_on(
-    converted: nn.Module, data: Any, options: dict[str, int], error: type[FlysurgeryError], words: str
+def test_models_that_cannot_be_compared_and_data_to_compare_on(
+    model: Callable[[], nn.Module], teacher: Callable[[], nn.Module], data: Any, options: Any, error: type[FlysurgeryError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        compare(converted, vit(), data, **options)
+        compare(model(), teacher(), data, **options)
 
 
 def test_an_optimized_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
