@@ -47,7 +47,7 @@ def test_folders_and_named_sets_number_classes_as_the_evaluation_does(pictures: 
         assert images.shape == (8, 1, 8, 8)
         assert torch.equal(images.mean((1, 2, 3)) > 0, classes == 1), "in the order of the names '10' comes before '9'"
     held_out = held_out_data(name, two, root=root)
-    assert held_out is not None and held_out.samples == 4
+    assert held_out.samples == 4
     assert all((image.mean() > 0) == (target == 1) for image, target in (held_out.dataset[i] for i in range(4)))
 
 
@@ -69,6 +69,9 @@ def test_an_epoch_begun_in_its_middle_has_the_same_batches(pictures: Path, photo
     shares = [data.open(Process(HERE.device, process, 2)) for process in (0, 1)]
     assert [len(share) for share in shares] == [2, 2]
     assert not torch.equal(*(next(share.epoch(0, 0))[0] for share in shares)), "processes have views of their own"
+    batches = training_data(photographs, built(num_classes=0), Settings(erase=0.5, workers=0), teacher=True).open(HERE)
+    assert isinstance(batches, LoadedBatches) and batches.size == 36, "views cannot erase, and a batch that was not asked for is lowered"
+    assert next(batches.epoch(0, 0))[0].shape == (36, 1, 8, 8)
 
 
 def test_a_tenth_is_held_out_where_the_folder_holds_none_out(photographs: Path, tmp_path: Path) -> None:
@@ -90,7 +93,7 @@ def test_pictures_are_read_once_and_what_cannot_be_read_is_left_out(
     Image.new("L", (400, 100), 7).save(tmp_path / "long.png")
     (tmp_path / "broken.png").write_bytes(b"no picture")
     found = read_pictures([*paths, tmp_path / "long.png", tmp_path / "broken.png"], wanted)
-    assert found is not None and found.canvas.shape[:2] == (41, 1) and "broken.png" in caplog.text
+    assert found.canvas.shape[:2] == (41, 1) and "broken.png" in caplog.text
     assert found.sizes[-1].tolist() == [16, 24], "twice the model's input, and at most half as long again"
     assert (found.canvas[-1, :, :16, :24] == 7).all()
     assert read_pictures(paths, wanted, most=40 * 16 * 16) is None
@@ -114,12 +117,6 @@ def test_a_folder_is_labelled_where_it_has_a_folder_for_each_class(
     (tmp_path / "train" / "10").mkdir()
     assert not training_data(tmp_path, dense, Settings(), teacher=True).labelled
     assert f"{tmp_path} has not one folder of images for each class of the model, so it is used without labels" in caplog.text
-
-
-def test_what_views_cannot_do_the_loader_does(photographs: Path) -> None:
-    batches = training_data(photographs, built(num_classes=0), Settings(erase=0.5, workers=0), teacher=True).open(HERE)
-    assert isinstance(batches, LoadedBatches) and batches.size == 36, "a batch that was not asked for is lowered"
-    assert next(batches.epoch(0, 0))[0].shape == (36, 1, 8, 8)
 
 
 def test_the_next_image_is_taken_for_one_that_cannot_be_read(pictures: Path, two: nn.Module, caplog: pytest.LogCaptureFixture) -> None:

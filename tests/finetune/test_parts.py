@@ -12,7 +12,7 @@ import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import nn
 
-from flysurgery.errors import DataError, FlysurgeryError, OptionError, TrainingError
+from flysurgery.errors import DataError, OptionError, TrainingError
 from flysurgery.finetune import Settings
 from flysurgery.finetune.devices import accelerator_for
 from flysurgery.finetune.step import features_loss, logits_loss, parameter_groups
@@ -54,7 +54,7 @@ def test_factors_learn_by_their_fan_in_and_vectors_do_not_decay(converted: Make)
     found = {id(parameter): (group["lr_scale"], group["weight_decay"]) for group in groups for parameter in group["params"]}
     assert len(found) == len(list(model.parameters()))
     layer = model.get_submodule("blocks.0.mlp.fc2")  # 32x128 Monarch of 4 blocks: (1,8,8,4),(4,8,32,1)
-    assert [found[id(factor)] for factor in layer.factors] == [(128 / 8, 0.1), (128 / 32, 0.1)]  # pyright: ignore
+    assert [found[id(factor)] for factor in layer.factors] == [(128 / 8, 0.1), (128 / 32, 0.1)]
     assert found[id(layer.bias)] == (1.0, 0.0) and found[id(model.get_parameter("pos_embed"))] == (1.0, 0.0)
     assert found[id(model.get_parameter("head.weight"))] == (1.0, 0.1)
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
@@ -68,16 +68,14 @@ def test_a_teacher_gives_its_outputs_and_draws_each_block_and_is_left_as_it_was(
     student, images = converted(), torch.randn(2, 1, 8, 8)
     teacher = Teacher(dense, student, Settings())
     assert [(cut.fqn, cut.kind) for cut in teacher.cuts][1:] == [("blocks.0", "block"), ("blocks.1", "block"), ("norm", "tokens")]
-    pull = teacher.pull(student)
-    assert pull is not None
-    with pull:
+    with teacher.pull(student) as pull:
         scores = teacher(images)
         (0 * student(images).sum()).backward()
         assert float(pull.error()) > 0
     assert not scores.requires_grad and torch.equal(scores, dense(images))
     gradients = {name: parameter.grad for name, parameter in student.named_parameters()}
-    assert gradients["blocks.0.mlp.fc1.factors.0"].norm() > 0  # pyright: ignore
-    assert gradients["pos_embed"].norm() == 0, "what comes before the first block is the teacher's own"  # pyright: ignore
+    assert gradients["blocks.0.mlp.fc1.factors.0"].norm() > 0
+    assert gradients["pos_embed"].norm() == 0, "what comes before the first block is the teacher's own"
     teacher.close()
     assert dense.training and not dense.get_submodule("blocks.0")._forward_hooks and all(p.requires_grad for p in dense.parameters())
     with torch.no_grad():
@@ -85,20 +83,14 @@ def test_a_teacher_gives_its_outputs_and_draws_each_block_and_is_left_as_it_was(
     assert [cut.kind for cut in Teacher(dense, student, Settings()).cuts] == ["block", "block", "block", "tokens"], "now it learns"
 
 
-@pytest.mark.parametrize(
-    ("changes", "settings", "error", "words"),
-    [
-        ({"in_chans": 3}, {}, DataError, "1x8x8 and the one it is held against of 3x8x8"),
-        ({"embed_dim": 64}, {}, TrainingError, r"\(batch, 5, 32\) in the model and \(batch, 5, 64\) in the teacher.*--blocks-weight 0"),
-        ({"depth": 1}, {"blocks_weight": 1.0}, TrainingError, "not those of the model by their names; give --blocks-weight 0"),
-    ],
-)
-def test_a_teacher_that_does_not_match(converted: Make, changes: dict, settings: dict, error: type[FlysurgeryError], words: str) -> None:
-    with pytest.raises(error, match=words):
-        Teacher(built(**changes), converted(), Settings(**settings))
-
-
-def test_a_teacher_without_the_blocks_gives_its_outputs_alone(converted: Make) -> None:
+def test_a_teacher_that_does_not_match_or_gives_its_outputs_alone(converted: Make) -> None:
+    for changes, weight, error, words in (
+        ({"in_chans": 3}, None, DataError, "1x8x8 and the one it is held against of 3x8x8"),
+        ({"embed_dim": 64}, None, TrainingError, r"\(batch, 5, 32\) in the model and \(batch, 5, 64\) in the teacher.*--blocks-weight 0"),
+        ({"depth": 1}, 1.0, TrainingError, "not those of the model by their names; give --blocks-weight 0"),
+    ):
+        with pytest.raises(error, match=words):
+            Teacher(built(**changes), converted(), Settings(blocks_weight=weight))
     teacher = Teacher(built(depth=1), converted(), Settings())
     assert teacher.cuts == () and teacher.pull(converted()) is None
     assert Teacher(built(embed_dim=64), converted(), Settings(blocks_weight=0)).cuts == ()
@@ -126,12 +118,14 @@ def test_settings_that_are_out_of_range_or_do_not_go_together(changes: dict, com
         Settings(**changes).completed(**completion)
 
 
-def test_settings_that_are_left_open() -> None:
+def test_settings_that_are_left_open_and_runs_long_enough_for_fused_modules() -> None:
     taught = Settings().completed(teacher=True, labelled=False)
     assert (taught.optimizer, taught.minutes, taught.epochs, taught.learning_rate) == ("muon", 10, None, None)
     shared = Settings().completed(teacher=True, sharded=True)
     assert (shared.optimizer, shared.minutes, shared.epochs, shared.learning_rate) == ("adamw", None, 10, 3e-4)
     assert Settings(densify_after=1).completed(teacher=True, labelled=False).optimizer == "adamw"
+    pays = [Settings(**given).pays_fusing(10_000) for given in ({"minutes": 9.9}, {"minutes": 10}, {}, {"epochs": 200})]
+    assert pays == [False, True, False, True]
 
 
 @pytest.mark.gpu
@@ -146,10 +140,3 @@ def test_on_a_gpu_the_teacher_runs_fused_and_gives_the_same() -> None:
     pairs = [(outputs[1], outputs[0]), *((fused._stream.values[number], each) for number, each in exact._stream.values.items())]
     for given, wanted in pairs:
         assert (given.float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"), [({"minutes": 9.9}, False), ({"minutes": 10}, True), ({}, False), ({"epochs": 200}, True)]
-)
-def test_which_runs_are_long_enough_for_fused_modules(changes: dict, expected: bool) -> None:
-    assert Settings(**changes).pays_fusing(10_000) is expected

@@ -34,10 +34,10 @@ QUICK = Settings(epochs=2, batch_size=128, log_every=1, save_every=4, learning_r
 UNLABELLED = Settings(epochs=8, batch_size=16, log_every=1, cpu=True, workers=0)
 
 
-def taught(model: nn.Module, photographs: Path, settings: Settings, **more: Any) -> Outcome:
-    """Train a model without a head towards the dense one, on pictures without labels."""
+def taught(model: nn.Module, photographs: Path, settings: Settings, classes: int = 0, **more: Any) -> Outcome:
+    """Train a model towards the dense one, on pictures without labels."""
     data, held_out = training_data(photographs, model, settings, teacher=True), held_out_data(photographs, model, teacher=True)
-    return train(model, data, settings, teacher=built(num_classes=0), held_out=held_out, **more)
+    return train(model, data, settings, teacher=built(num_classes=classes), held_out=held_out, **more)
 
 
 def check_resumed(folder: Path, go: Callable[..., Outcome], *, stopped: int, state: int, every: int = 4) -> tuple[Outcome, Outcome]:
@@ -62,7 +62,7 @@ def test_a_stopped_run_goes_on_with_the_losses_of_one_that_was_not(converted: Ma
     go = lambda **more: train(converted(), data, settings, teacher=dense, held_out=held_out, **more)  # noqa: E731
     first, second = check_resumed(tmp_path, go, stopped=14, state=12)
     assert len(rows(tmp_path / "whole")) == 19
-    assert first.after == replace(second.after, seconds=first.after.seconds) and first.before is not None  # pyright: ignore
+    assert first.after == replace(second.after, seconds=first.after.seconds) and first.before is not None
     again = go(folder=tmp_path / "parts", resume=True)
     assert (again.loss, again.updates) == (first.loss, first.updates), "a finished run taken up again says the same"
     json.dumps(again.to_json(), allow_nan=False)
@@ -90,7 +90,6 @@ def test_a_stopped_run_with_a_budget_goes_on_as_it_would_have(
 def test_it_learns_from_labels(converted: Make) -> None:
     model, settings = converted(), replace(QUICK, epochs=4, batch_size=64, warm_up=0.2)
     outcome = train(model, training_data("digits", model, settings), settings, held_out=held_out_data("digits", model))
-    assert outcome.before is not None and outcome.after is not None
     assert outcome.before.top1 < 0.3 < 0.5 < outcome.after.top1, "guessing gives 0.1"
     assert outcome.model is model and not model.training and plan_of(model) is not None
     assert outcome.images == outcome.updates * 64 == 4 * 18 * 64
@@ -98,10 +97,8 @@ def test_it_learns_from_labels(converted: Make) -> None:
 
 @pytest.mark.parametrize("classes", [0, 10])
 def test_it_comes_closer_to_the_teacher_without_labels(photographs: Path, classes: int, converted: Make) -> None:
-    model = converted(classes)
-    data, held_out = training_data(photographs, model, UNLABELLED, teacher=True), held_out_data(photographs, model, teacher=True)
-    outcome = train(model, data, UNLABELLED, teacher=built(num_classes=classes), held_out=held_out)
-    assert outcome.fidelity_before is not None and outcome.fidelity_after is not None and outcome.before is None
+    outcome = taught(converted(classes), photographs, UNLABELLED, classes=classes)
+    assert outcome.before is None
     assert outcome.fidelity_after.relative_error < 0.9 * outcome.fidelity_before.relative_error
     assert outcome.settings.optimizer == "muon" and outcome.kept > 0
     written = json.loads(json.dumps(outcome.to_json(), allow_nan=False))
@@ -192,43 +189,35 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_state(
     assert states(tmp_path) == ["state-00000002"]
 
 
-def test_another_plan_other_settings_and_a_run_that_is_there_are_refused(converted: Make, dense: nn.Module, tmp_path: Path) -> None:
-    settings = replace(QUICK, epochs=1)
-    data = training_data("digits", dense, settings)
-
-    def refused(words: str, *, model: nn.Module | None = None, resume: bool = True, **changes: Any) -> None:
-        with pytest.raises(TrainingError, match=words):
-            train(model or converted(), data, replace(settings, **changes), folder=tmp_path, resume=resume)
-
-    refused("holds no state to resume from")
-    with pytest.raises(StoppedError):
-        train(converted(), data, settings, folder=tmp_path, progress=stop_at(5))
-    refused("the run of another plan", model=dense)
-    refused("begun with seed 0, not 1", seed=1)
-    refused(r"has come to update 4.*--resume", resume=False)
-    (tmp_path / "state-00000004" / "run.json").write_text(json.dumps({"plan_sha256": ""}))
-    refused("damaged")
-
-
-def test_runs_that_cannot_begin(converted: Make, photographs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_cannot_begin_or_go_on(
+    converted: Make, dense: nn.Module, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, headless, spoilt = converted(), converted(0), built(num_classes=0)
     digits, pictures = training_data("digits", model, QUICK), training_data(photographs, headless, UNLABELLED, teacher=True)
-    with torch.no_grad():
-        spoilt.get_parameter("norm.weight").fill_(float("nan"))
+    nn.init.constant_(spoilt.get_parameter("norm.weight"), float("nan"))
     seen = {"teacher": spoilt, "held_out": judging_data(photographs, headless, teacher=True)}
+    one = replace(QUICK, epochs=1)
 
-    def refused(error: type[FlysurgeryError], words: str, model: nn.Module, data: Any, settings: Settings, **more: Any) -> None:
+    def refused(words: str, *given: Any, error: type[FlysurgeryError] = TrainingError, **more: Any) -> None:
         with pytest.raises(error, match=words):
-            train(model, data, settings, **more)
+            train(*given, **more)
 
-    refused(OptionError, "no optimizer 'adamwww'", model, digits, replace(QUICK, optimizer="adamwww"))
-    refused(OptionError, "no policy of augmentation 'none-such'", model, digits, replace(QUICK, augment="none-such"))
-    refused(DataError, "lower the accumulation", model, digits, replace(QUICK, accumulation=10))
-    refused(OptionError, "nothing to densify in a dense model", nn.Linear(2, 2), digits, replace(QUICK, densify_after=1))
-    refused(TrainingError, "without labels.*give a teacher", headless, pictures, UNLABELLED)
-    refused(DataError, "no finite numbers before the first update", headless, pictures, UNLABELLED, **seen)
+    refused("no optimizer 'adamwww'", model, digits, replace(QUICK, optimizer="adamwww"), error=OptionError)
+    refused("no policy of augmentation 'none-such'", model, digits, replace(QUICK, augment="none-such"), error=OptionError)
+    refused("lower the accumulation", model, digits, replace(QUICK, accumulation=10), error=DataError)
+    refused("nothing to densify in a dense model", nn.Linear(2, 2), digits, replace(QUICK, densify_after=1), error=OptionError)
+    refused("without labels.*give a teacher", headless, pictures, UNLABELLED)
+    refused("no finite numbers before the first update", headless, pictures, UNLABELLED, error=DataError, **seen)
+    refused("holds no state to resume from", model, digits, one, folder=tmp_path, resume=True)
+    with pytest.raises(StoppedError):
+        train(converted(), digits, one, folder=tmp_path, progress=stop_at(5))
+    refused("the run of another plan", dense, digits, one, folder=tmp_path, resume=True)
+    refused("begun with seed 0, not 1", model, digits, replace(one, seed=1), folder=tmp_path, resume=True)
+    refused(r"has come to update 4.*--resume", model, digits, one, folder=tmp_path)
+    (tmp_path / "state-00000004" / "run.json").write_text(json.dumps({"plan_sha256": ""}))
+    refused("damaged", model, digits, one, folder=tmp_path, resume=True)
     monkeypatch.setattr("flysurgery.finetune.devices.find_spec", lambda name: None)
-    refused(TrainingError, r"pip install 'flysurgery\[train\]'", model, digits, QUICK)
+    refused(r"pip install 'flysurgery\[train\]'", model, digits, QUICK)
 
 
 def test_a_budget_sets_the_number_of_updates_and_slow_looks_leave_it_to_them(
