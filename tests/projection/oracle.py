@@ -17,12 +17,12 @@ EXACT = 1e-10
 
 
 def dense_factor(factor: Tensor) -> np.ndarray:
-    """K in float64."""
-    return dense(factor.detach().cpu().double()).numpy()
+    """K in float64, or in complex128."""
+    return dense(factor.detach().cpu().to(torch.promote_types(factor.dtype, torch.float64))).numpy()
 
 
 def dense_product(factors: tuple[Tensor, ...]) -> np.ndarray:
-    """``K_1 K_2 ... K_L`` in float64."""
+    """``K_1 K_2 ... K_L`` in float64, or in complex128."""
     return reduce(np.matmul, map(dense_factor, factors))
 
 

@@ -136,13 +136,24 @@ def test_problems_side_by_side_are_fitted_as_each_is_alone(together: int, monkey
         list(fit_side_by_side(given, lambda number, _: number // 0))
 
 
+def correlated(rows: int, n: int = 6, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(n, n, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+    return torch.randn(rows, n, generator=generator, dtype=torch.float64) @ mixing + 2.0
+
+
+def moments_of(x: Tensor, batch: int) -> Moments:
+    found = Moments(x.shape[-1])
+    for part in x.split(batch):
+        found.add(part)
+    return found
+
+
 @pytest.fixture
 def moments() -> Moments:
     generator = torch.Generator().manual_seed(1)
-    found = Moments(N)
-    for _ in range(8):
-        found.add(torch.randn(64, N, generator=generator) * torch.arange(1, N + 1) ** -1.0 @ torch.ones(N, N).triu() + 3)
-    return found
+    rows = torch.randn(512, N, generator=generator) * torch.arange(1, N + 1) ** -1.0 @ torch.ones(N, N).triu() + 3
+    return moments_of(rows, 64)
 
 
 @pytest.fixture
@@ -175,19 +186,8 @@ def test_more_than_two_factors_are_the_plain_ones_with_the_reason(moments: Momen
     weight[3, 4] = torch.nan
     with pytest.raises(ProjectionError, match="row 3, column 4"):
         project_calibrated(weight, monarch(N, N), metric)
-
-
-def correlated(rows: int, n: int = 6, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(n, n, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
-    return torch.randn(rows, n, generator=generator, dtype=torch.float64) @ mixing + 2.0
-
-
-def moments_of(x: Tensor, batch: int) -> Moments:
-    found = Moments(x.shape[-1])
-    for part in x.split(batch):
-        found.add(part)
-    return found
+    with pytest.raises(ProjectionError, match=r"expected a real weight to calibrate, got torch\.complex64; use project"):
+        project_calibrated(torch.ones(N, N, dtype=torch.complex64), monarch(N, N), metric)
 
 
 @pytest.mark.parametrize("stripe", [1, 4, 384])
@@ -204,11 +204,7 @@ def test_batches_of_any_size_and_shape_give_the_moments_of_all_rows(stripe: int,
     assert torch.allclose(found.second, x.mT @ x / 100, rtol=1e-10)
     assert torch.allclose(found.permuted(order).covariance, moments_of(x[:, order], 10).covariance)
     assert torch.allclose(found.permuted(order).mean, found.mean[order])
-
-
-def test_neither_a_large_mean_nor_half_precision_costs_digits() -> None:
-    x = correlated(64)
-    assert torch.allclose(moments_of(x + 1e6, 16).covariance, moments_of(x, 16).covariance, rtol=1e-7, atol=1e-7)
+    assert torch.allclose(moments_of(x + 1e6, 16).covariance, moments_of(x, 16).covariance, rtol=1e-7, atol=1e-7), "a large mean costs none"
     half = correlated(5000).to(torch.bfloat16)
     assert torch.allclose(moments_of(half, 500).second, half.double().mT @ half.double() / 5000, rtol=1e-12)
 
