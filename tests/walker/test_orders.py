@@ -14,6 +14,7 @@ from vit_pytorch import ViT
 
 from flysurgery.errors import WalkError
 from flysurgery.walker import HEADS, HIDDEN_UNITS, QUERY_KEY, VALUE, Shared, Slice, Trial, find_shared, survey, targets_of, walk
+from tests.support.composed import Composed
 from tests.walker.toys import HEADS as COUNT
 from tests.walker.toys import (
     TOKENS,
@@ -97,19 +98,20 @@ def differential(self: Any, x: Tensor, fused: Tensor) -> Tensor:
     return attend(q, k, v) - 0.5 * attend(other_q, other_k, v)
 
 
-class TwoReaders(FusedAttention):
-    def forward(self, x: Tensor) -> Tensor:
-        result = attend(*by_thirds(self.apple(x)))
-        return self.pear(result) + result.cumsum(-1)
+def with_two_readers(self: Any, x: Tensor) -> Tensor:
+    result = attend(*by_thirds(self.apple(x)))
+    return self.pear(result) + result.cumsum(-1)
 
 
-class WrittenElsewhere(FusedAttention):
-    """Values that are added, in place, to a tensor which something else reads."""
+def written_elsewhere(self: Any, x: Tensor) -> Tensor:
+    """Values are added, in place, to a tensor which something else reads."""
+    fused, sums = self.apple(x), torch.ones_like(x)
+    sums[:, 1:] += fused[:, 1:, 48:]
+    return self.pear(attend(*by_thirds(fused))) + sums
 
-    def forward(self, x: Tensor) -> Tensor:
-        fused, sums = self.apple(x), torch.ones_like(x)
-        sums[:, 1:] += fused[:, 1:, 48:]
-        return self.pear(attend(*by_thirds(fused))) + sums
+
+def composed(step: Any) -> nn.Module:
+    return Composed(step, apple=nn.Linear(WIDTH, 3 * WIDTH), pear=nn.Linear(WIDTH, WIDTH))
 
 
 DEPENDS = "the model's output depends on the order of"
@@ -129,10 +131,10 @@ UNPROVEN = "does not prove which rows"
         (lambda: timm.create_model("vit_small_patch16_rope_ape_224", **SMALL), {QUERY_KEY: DEPENDS}),
         (lambda: timm.create_model("swin_tiny_patch4_window7_224", **WINDOWS), {HEADS: DEPENDS}),
         (lambda: timm.create_model("beit_base_patch16_224", **SMALL), dict.fromkeys(ORDERS, DEPENDS)),
-        (TwoReaders, dict.fromkeys((HEADS, VALUE), DEPENDS)),
+        (lambda: composed(with_two_readers), dict.fromkeys((HEADS, VALUE), DEPENDS)),
         (lambda: FusedAttention(lambda self, x, fused: attend(*grouped(fused)), 40), dict.fromkeys(ORDERS, SHARED)),
         (lambda: FusedAttention(differential, 5 * WIDTH), dict.fromkeys(ORDERS, SEVERAL)),
-        (WrittenElsewhere, dict.fromkeys(ORDERS, UNPROVEN)),
+        (lambda: composed(written_elsewhere), dict.fromkeys(ORDERS, UNPROVEN)),
     ],
 )
 def test_orders_are_tied_where_the_output_depends_on_them_or_their_rows_are_not_known(
@@ -140,17 +142,11 @@ def test_orders_are_tied_where_the_output_depends_on_them_or_their_rows_are_not_
 ) -> None:
     torch.manual_seed(0)
     model = shaken(make())
-    everything = found(model, SEQUENCES if isinstance(model, FusedAttention | WrittenOutAttention) else IMAGES)
+    everything = found(model, SEQUENCES if isinstance(model, Composed) else IMAGES)
     assert everything
     for each in everything:
         assert set(each.tied) == set(tied), each.tied
         assert all(words in each.tied[order] for order, words in tied.items()), each.tied
-
-
-def test_a_model_that_does_not_run_in_float64_is_refused_in_a_sentence() -> None:
-    model = FusedAttention(lambda self, x, fused: attend_by_thirds(self, x, fused).float())
-    with pytest.raises(WalkError, match=r"^FusedAttention cannot be tried with features in another order: "):
-        Trial(model, (SEQUENCES,))
 
 
 def by_three_and_head(y: Tensor) -> tuple[Tensor, ...]:
@@ -177,73 +173,75 @@ def overwritten_query(y: Tensor) -> tuple[Tensor, ...]:
     return q, k, v
 
 
-def assembled_query(y: Tensor) -> tuple[Tensor, ...]:
-    q, k, v = by_three_and_head(y)
-    empty = torch.zeros_like(q)
-    empty[:, :, :1] = q[:, :, :1]
-    empty[:, :, 1:] = k[:, :, 1:]
-    return empty, k, v
-
-
 def keys_as_values(y: Tensor) -> tuple[Tensor, ...]:
     q, both = (heads(part) for part in y.chunk(2, -1))
     return q, both, both
 
 
-THIRDS = (Slice("q", 0, 24), Slice("k", 24, 48), Slice("v", 48, 72))
+def weighed(self: Any, x: Tensor, fused: Tensor) -> Tensor:
+    """Which is the query follows from the softmax."""
+    q, k, v = by_thirds(fused)
+    return merged(keys_first(self, k, q, v))
+
+
+def named_arguments(self: Any, x: Tensor, fused: Tensor) -> Tensor:
+    v, q, k = fused.chunk(3, -1)
+    return functional.scaled_dot_product_attention(value=v, query=q, key=k)
+
+
+def under_autocast(self: Any, x: Tensor, fused: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        q, k, v = (heads(part * 2) for part in fused.chunk(3, -1))
+    return attend(q, k, v)
+
+
+def thirds(names: str) -> tuple[Slice, ...]:
+    return tuple(Slice(name, 24 * i, 24 * i + 24) for i, name in enumerate(names))
+
+
+def arranged(arrange: Callable[[Tensor], tuple[Tensor, ...]]) -> Any:
+    return lambda self, x, fused: attend(*arrange(fused))
 
 
 @pytest.mark.parametrize(
-    ("arrange", "rows", "expected"),
+    ("step", "rows", "expected"),
     [
-        (by_three_and_head, 72, THIRDS),
-        (by_head_and_three, 72, None),
-        (mixed_query_and_key, 72, None),
-        (backwards, 72, (Slice("v", 0, 24), Slice("k", 24, 48), Slice("q", 48, 72))),
-        (keys_as_values, 48, (Slice("q", 0, 24), Slice("k_v", 24, 48))),
-        (grouped, 40, (Slice("q", 0, 24), Slice("k", 24, 32), Slice("v", 32, 40))),
-        (overwritten_query, 72, None),
-        (assembled_query, 72, None),
+        (weighed, 72, thirds("qkv")),
+        (named_arguments, 72, thirds("vqk")),
+        (under_autocast, 72, thirds("qkv")),
+        (arranged(by_three_and_head), 72, thirds("qkv")),
+        (arranged(by_head_and_three), 72, None),
+        (arranged(mixed_query_and_key), 72, None),
+        (arranged(backwards), 72, thirds("vkq")),
+        (arranged(keys_as_values), 48, (Slice("q", 0, 24), Slice("k_v", 24, 48))),
+        (arranged(grouped), 40, (Slice("q", 0, 24), Slice("k", 24, 32), Slice("v", 32, 40))),
+        (arranged(overwritten_query), 72, None),
     ],
 )
-def test_arrangements(arrange: Callable[[Tensor], tuple[Tensor, ...]], rows: int, expected: tuple[Slice, ...] | None) -> None:
-    target = walk(FusedAttention(lambda self, x, fused: attend(*arrange(fused)), rows), tokens())[0]
-    assert (target.fqn, target.role) == ("apple", "qkv")
-    assert target.split == expected
-
-
-def test_which_is_the_query_follows_from_the_softmax() -> None:
-    def weighed(self: Any, x: Tensor, fused: Tensor) -> Tensor:
-        q, k, v = by_thirds(fused)
-        return merged(keys_first(self, k, q, v))
-
-    assert walk(FusedAttention(weighed), tokens())[0].split == THIRDS
+def test_arrangements(step: Any, rows: int, expected: tuple[Slice, ...] | None) -> None:
+    target = walk(FusedAttention(step, rows), tokens())[0]
+    assert (target.fqn, target.role, target.split) == ("apple", "qkv", expected)
 
 
 IN, HIDDEN = 8, 12
 
 
-class Ffn(nn.Module):
-    def __init__(self, between: Callable[[Tensor], Tensor] | nn.Module) -> None:
-        super().__init__()
-        self.up = nn.Linear(IN, HIDDEN)
-        self.between = between
-        self.down = nn.Linear(HIDDEN, IN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.between(self.up(x)))
+def ffn(step: Callable[..., Tensor], between: Callable[[Tensor], Tensor] | nn.Module = functional.gelu) -> nn.Module:
+    return Composed(step, up=nn.Linear(IN, HIDDEN), between=between, down=nn.Linear(HIDDEN, IN))
 
 
-class ReadTwice(Ffn):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = functional.gelu(self.up(x))
-        return self.down(hidden) + hidden[..., :IN]
+def passed_on(self: Any, x: Tensor) -> Tensor:
+    return x + self.down(self.between(self.up(x)))
 
 
-class Twice(Ffn):
-    def forward(self, x: Tensor) -> Tensor:
-        other = self.down(x.repeat(1, 1, 2)[..., :HIDDEN])
-        return self.down(functional.gelu(self.up(x))) + other
+def read_twice(self: Any, x: Tensor) -> Tensor:
+    hidden = functional.gelu(self.up(x))
+    return self.down(hidden) + hidden[..., :IN]
+
+
+def called_twice(self: Any, x: Tensor) -> Tensor:
+    other = self.down(x.repeat(1, 1, 2)[..., :HIDDEN])
+    return self.down(functional.gelu(self.up(x))) + other
 
 
 BETWEEN: list[tuple[Callable[[Tensor], Tensor] | nn.Module, bool]] = [
@@ -261,8 +259,14 @@ BETWEEN: list[tuple[Callable[[Tensor], Tensor] | nn.Module, bool]] = [
 
 @pytest.mark.parametrize(
     ("model", "is_pair"),
-    [*((Ffn(between), is_pair) for between, is_pair in BETWEEN), (ReadTwice(functional.gelu), False), (Twice(functional.gelu), False)],
+    [*((ffn(passed_on, between), is_pair) for between, is_pair in BETWEEN), (ffn(read_twice), False), (ffn(called_twice), False)],
 )
 def test_units_that_pass_by_themselves_and_are_read_once_make_a_pair(model: nn.Module, is_pair: bool) -> None:
     x = torch.randn(2, 5, IN, generator=torch.Generator().manual_seed(0))
     assert [each.linears for each in found(model, x, HIDDEN_UNITS)] == ([("up", "down")] if is_pair else [])
+
+
+def test_a_model_that_does_not_run_in_float64_is_refused_in_a_sentence() -> None:
+    model = FusedAttention(lambda self, x, fused: attend_by_thirds(self, x, fused).float())
+    with pytest.raises(WalkError, match=r"^FusedAttention cannot be tried with features in another order: "):
+        Trial(model, (SEQUENCES,))

@@ -13,19 +13,18 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 from vit_pytorch import SimpleViT, ViT
 
-from flysurgery.walker import Slice, Switch, find_cuts, survey, walk
+from flysurgery.walker import Switch, find_cuts, survey, walk
+from tests.support.composed import Composed
 from tests.walker.toys import (
     TOKENS,
     WIDTH,
     FusedAttention,
-    Gated,
     MisnamedMlp,
     Stack,
     WrittenOutAttention,
-    attend,
     attend_by_thirds,
     codes,
-    heads,
+    gated,
     named,
     roles,
     tokens,
@@ -41,7 +40,7 @@ def under(name: str, expected: dict[str, str]) -> dict[str, str]:
 
 
 def test_arbitrary_names_in_a_whole_model() -> None:
-    model = Stack(FusedAttention(), MisnamedMlp(), WrittenOutAttention(), Gated())
+    model = Stack(FusedAttention(), MisnamedMlp(), WrittenOutAttention(), gated())
     assert roles(model, tokens(7)) == {
         "first": "other",
         **under("blocks.0", FUSED),
@@ -97,56 +96,22 @@ def test_attention_is_known_however_it_is_written_and_does_not_blur_what_follows
     assert codes(model, tokens(7)) == {"first": ("patch-embedding",), "last": ("head",)}
 
 
-def named_arguments(self: Any, x: Tensor, fused: Tensor) -> Tensor:
-    v, q, k = fused.chunk(3, -1)
-    return functional.scaled_dot_product_attention(value=v, query=q, key=k)
-
-
-def under_autocast(self: Any, x: Tensor, fused: Tensor) -> Tensor:
-    with torch.autocast("cpu", enabled=False):
-        q, k, v = (heads(part * 2) for part in fused.chunk(3, -1))
-    return attend(q, k, v)
-
-
-@pytest.mark.parametrize(("step", "order"), [(named_arguments, "vqk"), (under_autocast, "qkv")])
-def test_named_arguments_and_regions_under_autocast_are_followed(step: Any, order: str) -> None:
-    model = FusedAttention(step)
-    assert roles(model, tokens()) == FUSED
-    assert named(model, tokens())["apple"].split == tuple(Slice(name, 24 * i, 24 * i + 24) for i, name in enumerate(order))
-
-
 def places(model: nn.Module, *kinds: str) -> list[tuple[str, str]]:
     return [(cut.fqn, cut.side) for cut in find_cuts(survey(model.eval())) if cut.kind in kinds]
 
 
-def test_blocks_of_timm_end_where_their_modules_do() -> None:
+def test_cuts_are_where_one_tensor_carries_everything_on() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=3, img_size=32)
     assert places(model, "start") == [("pos_drop", "output")]
     assert places(model, "block") == [(f"blocks.{number}", "output") for number in range(3)]
     assert places(model, "tokens") == [("norm", "output")]
-
-
-def test_residuals_summed_outside_of_the_blocks_are_seen_at_the_next_module() -> None:
     options = {"image_size": 32, "patch_size": 16, "num_classes": 7, "dim": 32, "depth": 2, "heads": 2, "mlp_dim": 48}
-    for model in (ViT(**options), SimpleViT(**options)):
+    for model in (ViT(**options), SimpleViT(**options)):  # residuals summed outside of the blocks are seen at the next module
         assert places(model, "block") == [("transformer.layers.1.0", "input"), ("transformer.norm", "input")]
         assert places(model, "tokens") == [("transformer.norm", "output")]
-
-
-class Skipping(nn.Module):
-    """The input of the first block is needed until the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = timm.create_model("vit_tiny_patch16_224", depth=1).blocks[0]
-        self.norm = nn.LayerNorm(192)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.block(x) * x)
-
-
-def test_a_value_that_is_read_again_later_leaves_no_cut_between() -> None:
-    cuts = find_cuts(survey(Skipping().eval(), torch.randn(2, 5, 192)))
+    block = timm.create_model("vit_tiny_patch16_224", depth=1).blocks[0]  # whose input is needed until the end
+    skipping = Composed(lambda self, x: self.norm(self.block(x) * x), block=block, norm=nn.LayerNorm(192))
+    cuts = find_cuts(survey(skipping.eval(), torch.randn(2, 5, 192)))
     assert [(cut.fqn, cut.side) for cut in cuts] == [("block", "input"), ("norm", "input"), ("norm", "output")]
 
 
@@ -225,41 +190,32 @@ def test_what_blocks_a_replacement(make: Callable[[], nn.Module], expected: dict
     assert all(target.blocked == (target.fqn in expected) for target in walk(model, tokens()))
 
 
-def test_shared_modules_are_one_target() -> None:
+def test_shared_uncalled_and_narrow_modules() -> None:
     shared = MisnamedMlp()
     targets = named(Stack(shared, FusedAttention(), shared), tokens(7))
     twice = targets["blocks.0.qkv"]
     assert (twice.aliases, twice.calls, twice.rows, twice.role) == (("blocks.2.qkv",), 2, 2 * 2 * TOKENS, "ffn_in")
-    assert twice.obstacles == ()
+    assert twice.obstacles == () and not targets["first"].blocked and not targets["last"].blocked
     assert "blocks.2.qkv" not in targets and targets["blocks.1.apple"].aliases == ()
-
-
-def test_not_called() -> None:
     target = walk(with_parts(MisnamedMlp(), spare=nn.Linear(3, 4, bias=False)), tokens())[-1]
     assert (target.fqn, target.role, target.in_features, target.out_features, target.bias) == ("spare", "other", 3, 4, False)
     assert (target.calls, target.rows, target.obstacles[0].code, target.blocked) == (0, 0, "not-called", True)
-
-
-def test_not_all_obstacles_block() -> None:
-    targets = named(Stack(FusedAttention()), tokens(7))
-    assert not targets["first"].blocked and not targets["last"].blocked
     narrow = with_parts(MisnamedMlp(), qkv=nn.Linear(WIDTH, 1), proj=nn.Linear(1, WIDTH))
     assert {(each.role, each.obstacles[0].code, each.blocked) for each in walk(narrow, tokens())} == {("other", "rank-one", False)}
 
 
 def test_pointwise_convolutions_are_linears_of_pixels() -> None:
-    class Convolutions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down, self.wide = nn.Conv2d(8, 16, 1), nn.Conv2d(16, 8, 1), nn.Conv2d(8, 8, 3, padding=1)
-            self.grouped, self.strided = nn.Conv2d(8, 8, 1, groups=2), nn.Conv2d(8, 8, 1, stride=2)
-            self.hooked = nn.Conv2d(8, 8, 1)
-            self.hooked.register_forward_hook(lambda *_: None)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.strided(self.grouped(self.wide(self.hooked(x + self.down(self.up(x).relu())))))
-
-    targets = named(Convolutions(), torch.zeros(2, 8, 4, 4))
+    parts = {
+        "up": nn.Conv2d(8, 16, 1),
+        "down": nn.Conv2d(16, 8, 1),
+        "hooked": nn.Conv2d(8, 8, 1),
+        "wide": nn.Conv2d(8, 8, 3, padding=1),
+        "grouped": nn.Conv2d(8, 8, 1, groups=2),
+        "strided": nn.Conv2d(8, 8, 1, stride=2),
+    }
+    parts["hooked"].register_forward_hook(lambda *_: None)
+    model = Composed(lambda self, x: self.strided(self.grouped(self.wide(self.hooked(x + self.down(self.up(x).relu()))))), **parts)
+    targets = named(model, torch.zeros(2, 8, 4, 4))
     assert {fqn: (target.role, target.obstacles[-1].code) for fqn, target in targets.items()} == {
         "up": ("ffn_in", "conv1x1"),
         "down": ("ffn_out", "conv1x1"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.walker import Target, walk
+from tests.support.composed import Composed
 
 WIDTH, HEADS, TOKENS, BATCH = 24, 3, 5, 2
 
@@ -35,16 +36,11 @@ def attend_by_thirds(self: Any, x: Tensor, fused: Tensor) -> Tensor:
     return attend(*(heads(part) for part in fused.chunk(3, -1)))
 
 
-class FusedAttention(nn.Module):
+class FusedAttention(Composed):
     """A fused projection, what ``step`` makes of it (by default the fused operator), an output projection; and ``more`` modules."""
 
     def __init__(self, step: Callable[[Any, Tensor, Tensor], Tensor] = attend_by_thirds, rows: int = 3 * WIDTH, **more: Any):
-        super().__init__()
-        self.apple = nn.Linear(WIDTH, rows)
-        self.pear = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.step = step
-        for name, module in more.items():
-            setattr(self, name, module)
+        super().__init__(step, apple=nn.Linear(WIDTH, rows), pear=nn.Linear(WIDTH, WIDTH, bias=False), **more)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.pear(self.step(self, x, self.apple(x)))
@@ -54,15 +50,11 @@ def keys_first(self: Any, k: Tensor, q: Tensor, v: Tensor) -> Tensor:
     return ((k @ q.mT) * 0.3).softmax(dim=-2).mT @ v
 
 
-class WrittenOutAttention(nn.Module):
+class WrittenOutAttention(Composed):
     """Three projections, what ``step`` makes of their heads, by default a softmax over the keys, which stand first, and a fourth."""
 
-    def __init__(self, step: Callable[[Any, Tensor, Tensor, Tensor], Tensor] = keys_first, **more: Any):
-        super().__init__()
-        self.one, self.two, self.three, self.four = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.step = step
-        for name, module in more.items():
-            setattr(self, name, module)
+    def __init__(self, step: Callable[[Any, Tensor, Tensor, Tensor], Tensor] = keys_first):
+        super().__init__(step, **{name: nn.Linear(WIDTH, WIDTH) for name in ("one", "two", "three", "four")})
 
     def forward(self, x: Tensor) -> Tensor:
         return self.four(merged(self.step(self, heads(self.one(x)), heads(self.two(x)), heads(self.three(x)))))
@@ -87,36 +79,27 @@ class MisnamedMlp(nn.Module):
 
     def __init__(self, width: int = WIDTH):
         super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(3 * width, width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(torch.relu(self.qkv(x)))
 
 
-class Gated(nn.Module):
+def gated() -> nn.Module:
     """A gated feed-forward block with a norm inside; the gate multiplies without an activation."""
-
-    def __init__(self, width: int = WIDTH):
-        super().__init__()
-        self.left = nn.Linear(width, 2 * width)
-        self.right = nn.Linear(width, 2 * width)
-        self.norm = nn.LayerNorm(2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.norm(self.left(x) * self.right(x)))
+    left, right, down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+    step = lambda self, x: self.down(self.norm(self.left(x) * self.right(x)))  # noqa: E731
+    return Composed(step, left=left, right=right, norm=nn.LayerNorm(2 * WIDTH), down=down)
 
 
 class Stack(nn.Module):
     """Blocks with residual connections between an embedding and a mean-pooled classifier."""
 
-    def __init__(self, *blocks: nn.Module, width: int = WIDTH):
+    def __init__(self, *blocks: nn.Module):
         super().__init__()
-        self.first = nn.Linear(7, width)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in blocks)
+        self.first, self.last = nn.Linear(7, WIDTH), nn.Linear(WIDTH, 10)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in blocks)
         self.blocks = nn.ModuleList(blocks)
-        self.last = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
