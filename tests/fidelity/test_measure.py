@@ -68,13 +68,10 @@ def test_block_errors_are_those_of_the_stream_and_none_of_a_copy() -> None:
     assert [error for _, error in found.blocks] == pytest.approx(expected, rel=1e-4) and min(expected) > 0.001
 
 
-def test_outputs_turned_round_and_doubled_have_a_cosine_of_minus_one_and_an_error_of_three() -> None:
+def test_outputs_turned_round_and_doubled_and_the_share_of_equal_top_classes() -> None:
     found = measure_fidelity(Toy(-2 * torch.eye(2)), Toy(torch.eye(2)), images()[:, 0, 0, :2].split(4), ())
     assert (found.output_cosine, found.relative_error) == pytest.approx((-1, 3), abs=1e-6)
     assert found.token_cosine is None and found.agreement is None and found.blocks == () and not found.is_enough
-
-
-def test_agreement_is_the_share_of_equal_top_classes_of_a_classifier() -> None:
     scores = torch.tensor([[3.0, 1, 0], [0, 2, 1], [0, 1, 4], [5, 2, 0]])
     for classes, expected in ((3, 0.25), (0, None)):
         teacher, student = Toy(torch.eye(3), num_classes=classes), Toy(torch.eye(3), torch.tensor([0.0, 0, 10]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
@@ -19,6 +19,7 @@ from flysurgery.fidelity.views import LEAST_AREA, OFTEN, Source, crops, variety
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import monarch
 from flysurgery.walker import Cut
+from tests.support.composed import Composed
 
 
 def ramp(height: int, width: int) -> torch.Tensor:
@@ -98,31 +99,15 @@ class Pair(NamedTuple):
     tensor: Tensor
 
 
-class Tuple(nn.Module):
-    """Gives what another module gives, and something else."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Pair:
-        return Pair(3, self.module(x))
-
-
-class First(nn.Module):
-    """Gives the tensor of a pair."""
-
-    def forward(self, pair: Pair) -> Tensor:
-        return pair.tensor
-
-
 CUTS = (Cut("stem", "output", (2, 4), "start"), Cut("two", "input", (2, 4), "block"), Cut("head", "input", (2, 4), "block"))
 
 
-@pytest.mark.parametrize("of_module", [lambda module: module, lambda module: Tuple(module)])
-def test_a_share_of_what_a_block_gives_is_the_teachers(of_module: Callable[[nn.Module], nn.Module]) -> None:
-    blocks = [of_module(nn.Linear(4, 4)) for _ in range(2)]
-    model, x = nn.Sequential(blocks[0], *([First()] if isinstance(blocks[0], Tuple) else []), nn.Identity()), torch.randn(500, 4)
+PAIRED = (Composed(lambda self, x: Pair(3, self.inner(x)), inner=nn.Linear(4, 4)), Composed(lambda self, pair: pair.tensor))
+
+
+@pytest.mark.parametrize("modules", [[nn.Linear(4, 4)], PAIRED], ids=["a tensor", "a tuple"])
+def test_a_share_of_what_a_block_gives_is_the_teachers(modules: Sequence[nn.Module]) -> None:
+    model, x = nn.Sequential(*modules, nn.Identity()), torch.randn(500, 4)
     cuts = (Cut("0", "output", (2, 4), "block"),)
     wanted = {0: torch.full((500, 4), 9.0)}
     with Pull(model, wanted, cuts, 0.5) as pull:
@@ -230,16 +215,11 @@ def test_gradients_come_back_in_float32_and_values_go_over() -> None:
     assert torch.equal(half.model[2].weight, network[2].weight.bfloat16())
 
 
-class Mixes(nn.Linear):
-    """Adds a float32 tensor, as models do that make their positions in the forward."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input + torch.linspace(0, 1, 4))
-
-
 def test_models_that_mix_dtypes_run_under_autocast() -> None:
+    """Some make their positions in the forward, in float32."""
     x = torch.randn(2, 4, dtype=torch.bfloat16)
-    plain, mixes = HalfCopy(nn.Linear(4, 4)).model, HalfCopy(Mixes(4, 4)).model
+    mixing = Composed(lambda self, x: self.linear(x + torch.linspace(0, 1, 4)), linear=nn.Linear(4, 4))
+    plain, mixes = HalfCopy(nn.Linear(4, 4)).model, HalfCopy(mixing).model
     assert isinstance(precision((plain,), x), contextlib.nullcontext)
     with precision((plain, mixes), x):
         assert mixes(x).dtype == torch.bfloat16

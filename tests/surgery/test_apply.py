@@ -26,7 +26,7 @@ from flysurgery.surgery import Plan, Report, apply, densify, install, plan, plan
 from flysurgery.surgery.report import ReportCalibration
 from tests.support.oracle import dense as dense_factor
 from tests.surgery.conftest import TINY, beit, unchanged
-from tests.surgery.test_exact import Mobile
+from tests.surgery.test_exact import mobile
 
 
 def parts_of(module: nn.Module) -> list[Any]:
@@ -142,13 +142,13 @@ def test_convolutions_are_replaced_where_that_is_asked_for() -> None:
     x = torch.zeros(2, 16, 8, 8)
     reason = "conv1x1 \\(2 layers\\): it is a 1x1 convolution, replaced only where convs are asked for"
     with pytest.raises(PlanError, match=reason):
-        plan(Mobile(), example=x)
-    made, model = plan(Mobile(), example=x, convs=True), Mobile()
+        plan(mobile(), example=x)
+    made, model = plan(mobile(), example=x, convs=True), mobile()
     model.up = nn.Conv2d(16, 64, 1, stride=2)
     with unchanged(model), pytest.raises(PlanError, match="layer up: expected a 1x1 convolution without stride"):
         apply(made, model)
     with torch.device("meta"):
-        empty = Mobile()
+        empty = mobile()
     install(made, empty)
     assert sorted(empty.state_dict()) == ["down.factors.0", "down.factors.1", "up.bias", "up.factors.0", "up.factors.1"]
     assert isinstance(empty.up, ButterflyConv)

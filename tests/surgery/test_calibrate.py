@@ -23,7 +23,7 @@ from flysurgery.surgery import Plan, Report, apply, densify, plan
 from flysurgery.surgery.permuting import INDIFFERENT, SEPARATE, Permuted, permute, shared_features
 from flysurgery.walker import HEADS, HIDDEN_UNITS, QUERY_KEY, VALUE
 from tests.surgery.conftest import beit, inputs_of, unchanged
-from tests.surgery.test_exact import Mobile
+from tests.surgery.test_exact import mobile
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +32,8 @@ def _twenty_updates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def errors(report: Report) -> dict[str, tuple[float, float]]:
-    found = {row.fqn: row.calibration for row in report.replaced}
-    return {fqn: (each.output_error, each.plain_output_error) for fqn, each in found.items() if each is not None}
+    rows = [row for row in report.replaced if row.calibration is not None]
+    return {row.fqn: (row.calibration.output_error, row.calibration.plain_output_error) for row in rows}
 
 
 def test_reported_errors_are_those_of_the_modules_on_held_out_images(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
@@ -88,7 +88,7 @@ def test_layers_without_bias_and_other_kinds_are_calibrated_too(vit: nn.Module, 
     channels = torch.einsum("bchw,cn->bnhw", torch.randn(40, 16, 8, 8, generator=generator), decay)
     for report, count, share in (
         (convert(vit, arch="lowrank", calibrate=many), 6, 0.8),
-        (convert(Mobile(), calibrate=channels, example=channels[:2], convs=True), 2, 0.95),
+        (convert(mobile(), calibrate=channels, example=channels[:2], convs=True), 2, 0.95),
         (convert(beit(), roles="qkv", calibrate=many), 2, 1.0),  # its attention is switched while it is watched
     ):
         assert len(errors(report)) == count and all(ours < share * theirs for ours, theirs in errors(report).values()), errors(report)
@@ -115,23 +115,17 @@ def test_what_cannot_be_calibrated_leaves_the_model_as_it_was(vit: nn.Module, vi
         apply(vit_plan, vit, calibrate=many, sequential=True)
 
 
-def test_reconstruction_fits_to_the_dense_model_from_before(vit: nn.Module, many: Tensor) -> None:
+@pytest.mark.parametrize("options", [{"sequential": True, "permute": True}, {"init": "random"}])
+def test_reconstruction_fits_to_the_dense_model_from_before(vit: nn.Module, many: Tensor, options: dict[str, Any]) -> None:
     dense = copy.deepcopy(vit).eval()
-    report = convert(vit, calibrate=many[:40], sequential=True, permute=True, reconstruct=60.0)
+    report = convert(vit, calibrate=many[:40], reconstruct=60.0, **options)
     found = report.reconstruction
-    assert found is not None and found.after == report.fidelity and found.updates == 20
+    assert found.after == report.fidelity and found.updates == 20
     assert found.after.relative_error < found.before.relative_error
     with torch.no_grad():
         tokens, wanted = (model.eval().forward_features(many[4:40:5]) for model in (vit, dense))
     assert found.after.relative_error == pytest.approx(float((tokens - wanted).norm() / wanted.norm()), rel=1e-3)
-
-
-def test_random_factors_are_measured_and_reconstructed_without_a_calibration(vit: nn.Module, many: Tensor) -> None:
-    report = convert(vit, init="random", calibrate=many[:40], reconstruct=60.0)
-    found = report.reconstruction
-    assert report.calibration is None and found is not None and found.after == report.fidelity
-    assert found.after.relative_error < found.before.relative_error
-    assert "--calibrate" not in str(report), "the data are given already"
+    assert (report.calibration is None) == ("init" in options) and "--calibrate" not in str(report), "the data are given already"
 
 
 ALL = ("qkv", "attn_out", "ffn_in", "ffn_out")

@@ -19,6 +19,7 @@ from flysurgery.patterns import Architecture, low_rank, monarch, named
 from flysurgery.surgery import ExampleInput, LayerPlan, Part, Plan, Reason, apply, densify, plan
 from flysurgery.surgery.base import find_base
 from flysurgery.walker import Switch
+from tests.support.composed import Composed
 from tests.surgery.conftest import TINY, unchanged
 
 SQUARE = Architecture.of((1, 16, 4, 2), (2, 4, 16, 1))  # 32x32, 256 weights
@@ -262,22 +263,16 @@ def test_models_that_cannot_be_planned_say_why(vit: nn.Module) -> None:
         plan(narrow, "dyadic", roles="qkv")
 
 
-class Uneven(nn.Module):
+def attend_unevenly(self: Any, x: Tensor) -> Tensor:
     """Eight query heads of width 4 that share one key and value head of width 6."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(32, 32 + 4 + 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).split((32, 4, 6), dim=-1)
-        q = q.unflatten(-1, (8, 4)).transpose(1, 2)
-        scores = q @ k.unsqueeze(1).transpose(-2, -1) / 2
-        return (scores.softmax(-1) @ v.unsqueeze(1)).flatten(1)
+    q, k, v = self.qkv(x).split((32, 4, 6), dim=-1)
+    q = q.unflatten(-1, (8, 4)).transpose(1, 2)
+    scores = q @ k.unsqueeze(1).transpose(-2, -1) / 2
+    return (scores.softmax(-1) @ v.unsqueeze(1)).flatten(1)
 
 
 def test_a_part_without_an_architecture_stays_dense() -> None:
-    model = Uneven()
+    model = Composed(attend_unevenly, qkv=nn.Linear(32, 32 + 4 + 6))
     made = plan(model, nblocks=8, example=torch.randn(2, 5, 32))
     assert [(part.name, part.architecture) for part in made.layers[0].parts] == [("q", monarch(32, 32, 8)), ("k", None), ("v", None)]
     key = model.qkv.weight.detach()[32:36].clone()

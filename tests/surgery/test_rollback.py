@@ -15,6 +15,7 @@ from flysurgery.errors import FlysurgeryError, PlanError, ProjectionError, Surge
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.surgery import ExampleInput, Plan, apply, plan
 from flysurgery.walker import Switch
+from tests.support.composed import Composed
 from tests.surgery.conftest import beit, unchanged
 
 
@@ -104,23 +105,14 @@ def test_a_failure_while_swapping(vit: nn.Module, vit_plan: Plan, parent: str) -
     assert isinstance(module._modules, Fragile) and not module._modules.refusals  # the failure did happen
 
 
-class Stubborn(nn.Module):
+class Stubborn(Composed):
     """A parent whose second switch breaks when it is set."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.linear = False, nn.Linear(32, 32)
-
-    @property
-    def second(self) -> bool:
-        return False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+    second = property(lambda self: False)
 
 
 def test_a_failure_while_switching() -> None:
-    model = Stubborn()
+    model = Stubborn(lambda self, x: self.linear(x), first=False, linear=nn.Linear(32, 32))
     made = plan(model, roles="head", example=torch.zeros(2, 3, 32))
     made = dataclasses.replace(made, switches=(Switch("", "first", True), Switch("", "second", True)))
     with unchanged(model), pytest.raises(AttributeError):
@@ -128,25 +120,19 @@ def test_a_failure_while_switching() -> None:
     assert not model.first
 
 
-class Bypass(nn.Module):
+def bypassing(self: Any, x: Tensor) -> Tensor:
     """Calls its linear layer only when nothing else is there; or reads what a converted one lacks."""
-
-    def __init__(self, *, breaks: bool) -> None:
-        super().__init__()
-        self.linear, self.norm, self.breaks = nn.Linear(32, 32), nn.BatchNorm1d(3), breaks
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x) + torch.rand(())
-        if isinstance(self.linear, nn.Linear):
-            return self.linear(x)
-        return x @ self.linear.get_parameter("weight") if self.breaks else x  # in a way that the walk cannot see
+    x = self.norm(x) + torch.rand(())
+    if isinstance(self.linear, nn.Linear):
+        return self.linear(x)
+    return x @ self.linear.get_parameter("weight") if self.breaks else x  # in a way that the walk cannot see
 
 
 @pytest.mark.parametrize(
     ("breaks", "message"), [(True, "failed in its first forward.*weight"), (False, "not called in a forward.*: linear")]
 )
 def test_a_failure_in_the_verifying_forward(breaks: bool, message: str) -> None:
-    model = Bypass(breaks=breaks)
+    model = Composed(bypassing, linear=nn.Linear(32, 32), norm=nn.BatchNorm1d(3), breaks=breaks)
     made = plan(model, roles="head", example=torch.zeros(2, 3, 32))
     with unchanged(model), pytest.raises(SurgeryError, match=message):
         apply(made, model)
