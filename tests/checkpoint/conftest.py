@@ -151,6 +151,6 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     rewrite_config(folder, edit)
 
 
-def sha256(text: str) -> str:
-    """The hash of a text, as headers hold it."""
-    return hashlib.sha256(text.encode()).hexdigest()
+def sha256(content: str | bytes) -> str:
+    """The hash of a text or of bytes, as headers hold it."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()

@@ -86,9 +86,7 @@ BUILDS: list[tuple[str, Callable[[str], object]]] = [  # some of these are terab
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(("words", "build"), BUILDS)
-def test_bytes_parameters_modules_and_operations_are_counted_before_they_are_taken(
-    words: str, build: Callable[[str], object], device: str
-) -> None:
+def test_bytes_and_steps_are_counted_before_they_are_taken(words: str, build: Callable[[str], object], device: str) -> None:
     with pytest.raises(LimitError, match=words), metered(LIMITS, parameters_on_meta=True):
         build(device)
 

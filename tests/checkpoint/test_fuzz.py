@@ -5,7 +5,6 @@ Each case changes one to three things in a small valid folder: arguments, plan, 
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import random
@@ -31,7 +30,7 @@ from flysurgery.checkpoint.header import canonical
 from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES
 from flysurgery.errors import CheckpointError
 from flysurgery.surgery import plan_of
-from tests.checkpoint.conftest import ARGUMENTS, BASE, TIMM_MODELS, VIT_PYTORCH, install_random
+from tests.checkpoint.conftest import ARGUMENTS, BASE, TIMM_MODELS, VIT_PYTORCH, install_random, sha256
 
 CASES = 400
 MAX_MESSAGE = 400
@@ -40,10 +39,8 @@ MAX_SECONDS = 3.0
 MAX_GROWTH = 200 << 20
 """The bytes by which one folder may raise the process's largest memory, of which valid folders have been loaded before."""
 
-SIMPLE, SWIN, TINY, RELATIVE = (
-    *("vit_pytorch.simple_vit:SimpleViT", "swin_tiny_patch4_window7_224", "tiny_vit_5m_224"),
-    "vit_relpos_small_patch16_224",
-)
+SIMPLE, SWIN = "vit_pytorch.simple_vit:SimpleViT", "swin_tiny_patch4_window7_224"
+TINY, RELATIVE = "tiny_vit_5m_224", "vit_relpos_small_patch16_224"
 BASES: dict[str, dict[str, Any]] = TIMM_MODELS | {
     BASE: ARGUMENTS,
     SIMPLE: VIT_PYTORCH,
@@ -92,7 +89,7 @@ class Files:
 
     def set_plan(self, parts: Any) -> None:
         """Put another plan into ``config.json``, with a hash that matches."""
-        self.header["__metadata__"]["plan_sha256"] = sha256(canonical(parts).encode())
+        self.header["__metadata__"]["plan_sha256"] = sha256(canonical(parts))
         self.config["model_args"] = {"base": parts.get("base"), "base_args": parts.get("base_args"), "plan": parts}
 
     def list_tensors(self) -> None:
@@ -100,11 +97,7 @@ class Files:
         entries = {name: self.header[name] for name in self.header if name != "__metadata__"}
         found = {name: [each["dtype"], sha256(self.data[slice(*each["data_offsets"])])] for name, each in entries.items()}
         text, metadata = canonical(found), self.header["__metadata__"]
-        metadata.update(tensors=text, tensors_sha256=sha256(text.encode()))
-
-
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+        metadata.update(tensors=text, tensors_sha256=sha256(text))
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from flysurgery.checkpoint import check_folder, load, save
 from flysurgery.checkpoint.folder import FILES, new_folder
 from flysurgery.checkpoint.transformers_folder import PROCESSOR
 from flysurgery.errors import CheckpointError
-from tests.checkpoint.conftest import ARGUMENTS, BASE, Converted, install_random, read_weights, small_model, snapshot
+from tests.checkpoint.conftest import ARGUMENTS, BASE, Converted, install_random, read_weights, sha256, small_model, snapshot
 from tests.support.processes import kills, run_apart
 
 # The package has a function of the module's name, so the module is asked for by its full name.
@@ -110,7 +110,7 @@ FAILURES: list[tuple[Any, str, int, BaseException, str | None]] = [
 
 
 @pytest.mark.parametrize(("force", "failure"), [(force, each) for force in (False, True) for each in FAILURES if force or each[2] == 1])
-def test_a_failure_leaves_everything_as_it_was(
+def test_a_failure_leaves_all_as_it_was(
     force: bool, failure: Any, converted: Converted, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, name, call, error, fact = failure
@@ -130,9 +130,7 @@ def test_a_failure_leaves_everything_as_it_was(
     assert sorted(folder.parent.iterdir()) == siblings, "something was left behind"
 
 
-def test_too_little_space_or_permission_is_seen_before_writing(
-    converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_or_permission_is_seen_before(converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=r"needs 1\.\d MB and .* has 0\.0 MB left"):
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         save(converted[0], tmp_path / "a" / "model")
@@ -203,12 +201,12 @@ def test_what_could_not_be_loaded_again_is_not_saved(make: Callable[[], nn.Modul
     assert all(fact in message for fact in facts), message
 
 
-def content(folder: Path) -> object:
-    """All files; of the weights' header no order, in which safetensors writes its entries at random."""
+def content(folder: Path) -> str:
+    """The hash of all files; of the weights' header no order, in which safetensors writes its entries at random."""
     files = snapshot(folder)
     weights = files.pop("model.safetensors", b"")
     end = 8 + int.from_bytes(weights[:8], "little")
-    return files, json.loads(weights[8:end]), weights[end:]
+    return sha256(repr((sorted(files.items()), json.dumps(json.loads(weights[8:end]), sort_keys=True), weights[end:])))
 
 
 def write_and_be_killed(home: Path, replaces: bool) -> None:
