@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,31 +12,22 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flysurgery.calibration import Samples, collect, samples_of, sensitivities
 from flysurgery.errors import DataError, OptionError, SurgeryError
+from tests.support.composed import Composed
 
 
-class Net(nn.Module):
+def step(self: Any, x: Tensor) -> Tensor:
     """``twice`` is called two times; ``unused`` never; ``late`` comes after all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-        self.first = nn.Linear(6, 6)
-        self.twice = nn.Linear(6, 6)
-        self.unused = nn.Linear(6, 6)
-        self.late = nn.Linear(6, 2)
-        self.late_calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(self.norm(x))
-        x = self.twice(torch.relu(self.twice(x)))
-        self.late_calls += 1
-        return self.late(x)
+    x = self.first(self.norm(x))
+    x = self.twice(torch.relu(self.twice(x)))
+    self.late_calls += 1
+    return self.late(x)
 
 
 @pytest.fixture
-def net() -> Net:
+def net() -> Composed:
     torch.manual_seed(1)
-    net = Net().train()
+    linears = {name: nn.Linear(6, 6) for name in ("first", "twice", "unused")}
+    net = Composed(step, norm=nn.BatchNorm1d(6), **linears, late=nn.Linear(6, 2), late_calls=0).train()
     net.norm.running_mean = torch.randn(6)
     return net
 
@@ -45,7 +37,7 @@ def batches() -> list[Tensor]:
     return list(torch.randn(40, 6, generator=torch.Generator().manual_seed(2)).split(9))
 
 
-def test_moments_are_those_of_the_inputs_and_a_forward_ends_with_the_last_wanted_call(net: Net, batches: list[Tensor]) -> None:
+def test_moments_are_those_of_the_inputs_and_a_forward_ends_with_the_last_wanted_call(net: Composed, batches: list[Tensor]) -> None:
     state = {name: value.clone() for name, value in net.state_dict().items()}
     found = collect(net, {"first": 1, "twice": 2}, batches)
     assert net.late_calls == 0
@@ -65,7 +57,7 @@ def test_moments_are_those_of_the_inputs_and_a_forward_ends_with_the_last_wanted
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_failures_name_the_layer_or_the_reason_and_leave_no_hooks(net: Net, batches: list[Tensor]) -> None:
+def test_failures_name_the_layer_or_the_reason_and_leave_no_hooks(net: Composed, batches: list[Tensor]) -> None:
     with pytest.raises(SurgeryError, match="layer unused was not called"):
         collect(net, {"first": 1, "unused": 1}, batches)
     with pytest.raises(DataError, match=r"fails on inputs of shape \(4, 7\): .*7"):
@@ -83,7 +75,7 @@ def test_sensitivities_are_the_squares_of_the_derivative() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
     found = sensitivities(model, ["0", "1"], [torch.randn(4000, 6, dtype=torch.float64)])
     assert found["1"] == pytest.approx(1)
-    assert found["0"] == pytest.approx(float(model[1].weight.detach().square().sum()) / 5, rel=0.1)  # pyright: ignore
+    assert found["0"] == pytest.approx(float(model[1].weight.detach().square().sum()) / 5, rel=0.1)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -94,15 +86,13 @@ def images(count: int) -> Tensor:
     return torch.randn(count, *SHAPE, generator=torch.Generator().manual_seed(count))
 
 
-def test_tensors_batches_data_sets_and_loaders_are_the_same_data() -> None:
+def test_tensors_batches_data_sets_and_loaders_are_the_same_data_and_no_more_is_read_than_needed() -> None:
     x, classes = images(20), torch.arange(20)
     dataset = TensorDataset(x, classes)
     for data in (x, Samples(x), list(x.split(6)), [(part, None) for part in x.split(6)], dataset, DataLoader(dataset, 7)):
         assert torch.equal(samples_of(data, count=15, shape=SHAPE).inputs, x[:15])
     assert len(samples_of(images(7), shape=SHAPE)) == 7 and len(samples_of(torch.zeros(600, 1))) == 512
 
-
-def test_no_more_batches_are_read_than_needed() -> None:
     def loader() -> Iterator[Tensor]:
         yield from (images(4), images(4), images(4))
         raise AssertionError("ten samples are there already")
@@ -139,4 +129,4 @@ def test_every_sample_fits_or_judges_and_none_does_both(count: int, batches: int
 )
 def test_other_data_and_counts_are_refused_in_a_sentence(data: object, count: int | None, words: str) -> None:
     with pytest.raises((DataError, OptionError), match=words):
-        samples_of(data, count=count, shape=SHAPE)  # pyright: ignore[reportArgumentType]
+        samples_of(data, count=count, shape=SHAPE)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.walker import SeparateAttention, separated, walk
+from tests.support.composed import Composed
 
 WIDTH, COUNT, BATCH, QUERIES, KEYS = 24, 3, 2, 5, 7
 
@@ -47,12 +48,7 @@ def is_close(got: Tensor, expected: Tensor) -> bool:
     return got.shape == expected.shape and float((got - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"bias": False},
-    {"kdim": 10, "vdim": 14},
-    {"dropout": 0.3},
-]
+OPTIONS: list[dict[str, Any]] = [{}, {"bias": False}, {"kdim": 10, "vdim": 14}, {"dropout": 0.3}]
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -71,13 +67,8 @@ def test_results_weights_and_gradients(options: dict[str, Any], batch_first: boo
                     found.append([result, weights, *torch.autograd.grad(result.square().sum(), (q, k, v))])
                 for expected, got in zip(*found, strict=True):
                     assert (got is None) == (expected is None) and (got is None or is_close(got, expected)), (name, kind)
-
-
-def test_a_causal_hint_needs_its_mask_as_in_torch() -> None:
-    apart = SeparateAttention(attention(batch_first=True))
-    x = torch.randn(BATCH, KEYS, WIDTH, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="give the mask too"):
-        apart(x, x, x, is_causal=True)
+    with pytest.raises(RuntimeError, match="give the mask too"):  # as in torch
+        apart(q, k, v, is_causal=True)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "plain")
@@ -102,18 +93,13 @@ def test_what_stays_together() -> None:
     def names(model: nn.Module) -> set[str]:
         return {target.fqn for target in walk(model, (torch.zeros(2, 5, WIDTH),) * 3)}
 
-    class Two(nn.Module):
-        def __init__(self, tied: bool) -> None:
-            super().__init__()
-            self.first, self.second = nn.MultiheadAttention(WIDTH, 3), nn.MultiheadAttention(WIDTH, 3)
-            if tied:
-                self.second.in_proj_weight = self.first.in_proj_weight
+    def two(tied: bool) -> nn.Module:
+        first, second = nn.MultiheadAttention(WIDTH, 3), nn.MultiheadAttention(WIDTH, 3)
+        second.in_proj_weight = first.in_proj_weight if tied else second.in_proj_weight
+        return Composed(lambda self, q, k, v: self.second(self.first(q, k, v)[0], k, v)[0], first=first, second=second)
 
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.second(self.first(q, k, v)[0], k, v)[0]
-
-    assert names(Two(tied=False)) == {f"{each}.{name}" for each in ("first", "second") for name in ("q", "k", "v", "out_proj")}
-    assert names(Two(tied=True)).isdisjoint({"first.q", "second.q"})
+    assert names(two(tied=False)) == {f"{each}.{name}" for each in ("first", "second") for name in ("q", "k", "v", "out_proj")}
+    assert names(two(tied=True)).isdisjoint({"first.q", "second.q"})
     for option in ("add_bias_kv", "add_zero_attn"):
         assert separated(nn.Sequential(nn.MultiheadAttention(WIDTH, 3, **{option: True}))) == {}
     assert names(nn.MultiheadAttention(WIDTH, 3)) == {"in_proj_weight", "out_proj"}  # a model cannot be replaced in itself

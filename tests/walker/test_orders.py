@@ -137,9 +137,7 @@ UNPROVEN = "does not prove which rows"
         (lambda: composed(written_elsewhere), dict.fromkeys(ORDERS, UNPROVEN)),
     ],
 )
-def test_orders_are_tied_where_the_output_depends_on_them_or_their_rows_are_not_known(
-    make: Callable[[], nn.Module], tied: dict[str, str]
-) -> None:
+def test_orders_are_tied_where_outputs_depend_on_them_or_rows_are_unknown(make: Callable[[], nn.Module], tied: dict[str, str]) -> None:
     torch.manual_seed(0)
     model = shaken(make())
     everything = found(model, SEQUENCES if isinstance(model, Composed) else IMAGES)

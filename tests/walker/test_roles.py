@@ -87,9 +87,7 @@ WRITTEN: list[tuple[Callable[[], nn.Module], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("make", "inside"), WRITTEN)
-def test_attention_is_known_however_it_is_written_and_does_not_blur_what_follows(
-    make: Callable[[], nn.Module], inside: dict[str, str]
-) -> None:
+def test_attention_is_known_however_it_is_written_and_blurs_nothing(make: Callable[[], nn.Module], inside: dict[str, str]) -> None:
     model = Stack(MisnamedMlp(), make(), MisnamedMlp(), WrittenOutAttention())
     expected = under("blocks.0", MLP) | under("blocks.1", inside) | under("blocks.2", MLP) | under("blocks.3", ATTENTION)
     assert roles(model, tokens(7)) == {"first": "other", **expected, "last": "head"}
