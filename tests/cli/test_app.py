@@ -91,9 +91,7 @@ TOO_LARGE = "this does not fit into the memory of the GPU"
         (torch.OutOfMemoryError("CUDA out of memory.\nmore"), 1, f"{TOO_LARGE}; take fewer images or rows, or a smaller model"),
     ],
 )
-def test_errors_become_one_line_and_their_exit_code(
-    run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, text: str
-) -> None:
+def test_errors_become_one_line_and_exit_codes(run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, text: str) -> None:
     monkeypatch.setattr(app, "app", raising(error))
     run("doctor").check_refused(f"flysurgery: {text}\n", code=code)
 

@@ -75,9 +75,7 @@ def test_convert_refuses(refused: Refused, arguments: tuple[object, ...], code: 
 
 
 @pytest.mark.usefixtures("no_projection")
-def test_folders_that_cannot_be_written_and_pictures_that_cannot_be_drawn(
-    refused: Refused, converted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_and_pictures_that_cannot_be_written(refused: Refused, converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(converted, "old")
     for verb in (("convert", *RANDOM), ("densify", converted)):
         refused(*verb, "--out", "old", words=("old", "--force"))
@@ -94,9 +92,7 @@ def test_folders_that_cannot_be_written_and_pictures_that_cannot_be_drawn(
     refused(*plot, "curve.png", words=("matplotlib", "flysurgery[bench]"), code=2)
 
 
-def test_folders_that_are_no_models_for_a_verb_and_architectures_without_a_projection(
-    refused: Refused, converted: Path, tmp_path: Path
-) -> None:
+def test_folders_that_are_no_models_for_a_verb(refused: Refused, converted: Path, tmp_path: Path) -> None:
     refused("convert", *RANDOM, "--arch", "kaleidoscope", "--out", "p", words=("layer blocks.0.attn.qkv", "--init random"))
     for verb in ("convert", "inspect"):
         refused(verb, converted, words=("converted already", "densify"))

@@ -167,9 +167,7 @@ def test_models_without_the_same_blocks_are_compared_by_their_tokens_or_scores(c
         assert found.blocks == () and found.token_cosine is None and found.output_cosine < 0.99
 
 
-def test_a_folder_of_any_depth_gives_its_images_and_the_digits_those_that_calibration_does_not_take(
-    converted: nn.Module, tmp_path: Path
-) -> None:
+def test_a_folder_of_any_depth_gives_its_images_and_the_digits_unseen_ones(converted: nn.Module, tmp_path: Path) -> None:
     (tmp_path / "deeper").mkdir()
     pixels = np.random.default_rng(0)
     for index in range(6):

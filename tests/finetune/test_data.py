@@ -86,9 +86,7 @@ def test_a_tenth_is_held_out_where_the_folder_holds_none_out(photographs: Path, 
         unlabelled_files(tmp_path / "train")
 
 
-def test_pictures_are_read_once_and_what_cannot_be_read_is_left_out(
-    photographs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pictures_are_read_once_and_unreadable_ones_left_out(photographs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wanted, paths = preparation(built()), sorted(photographs.rglob("*.png"))
     Image.new("L", (400, 100), 7).save(tmp_path / "long.png")
     (tmp_path / "broken.png").write_bytes(b"no picture")
