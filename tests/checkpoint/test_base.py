@@ -99,7 +99,7 @@ def test_parameters_on_meta_and_views_take_nothing_and_another_thread_builds_as_
         table = torch.ones(100_000)
         for _ in range(50):
             table = table.view(100, 1000).T.T.flatten()
-        thread = threading.Thread(target=lambda: made.append(nn.Sequential(*[nn.Linear(600, 600) for _ in range(9)])))
+        thread = threading.Thread(target=lambda: made.append(nn.Sequential(*[nn.Linear(60, 60) for _ in range(301)])))
         thread.start()
         thread.join()
     assert layer.weight.is_meta and layer.weight.requires_grad and other.weight is layer.weight and not table.is_meta
