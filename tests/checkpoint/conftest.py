@@ -76,8 +76,8 @@ def outputs(model: nn.Module) -> Tensor:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file's content."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """The content of every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def refused(folder: Path, *facts: str, open_it: Callable[[Path], object] = load) -> str:

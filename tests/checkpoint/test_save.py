@@ -51,10 +51,6 @@ def test_missing_parents_are_made_an_empty_folder_is_filled_and_a_link_followed(
     assert (tmp_path / "link").is_symlink()
 
 
-def files_below(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 NO_CHECKPOINT, EXISTS = "no flysurgery checkpoint", "exists; give force=True"
 
 
@@ -77,10 +73,10 @@ def test_what_is_no_checkpoint_stays_and_a_checkpoint_needs_force(
         (home / file).parent.mkdir(exist_ok=True)
         (home / file).write_text("{}")
     monkeypatch.chdir(home)
-    inside, before = home.stat().st_ino, files_below(tmp_path)
+    inside, before = home.stat().st_ino, snapshot(tmp_path)
     with pytest.raises(CheckpointError, match=fact):
         save(converted[0], name, force=force)
-    assert home.stat().st_ino == inside and files_below(tmp_path) == before
+    assert home.stat().st_ino == inside and snapshot(tmp_path) == before
 
 
 def test_force_replaces_a_checkpoint_though_it_is_damaged(folder: Path) -> None:
@@ -95,8 +91,6 @@ def test_force_replaces_a_checkpoint_though_it_is_damaged(folder: Path) -> None:
 
 
 FULL, REFUSED = OSError(errno.ENOSPC, "No space left on device"), PermissionError(errno.EACCES, "Permission denied")
-
-
 FAILURES: list[tuple[Any, str, int, BaseException, str | None]] = [
     (SAVE, "save_file", 1, FULL, "No space left on device"),
     (SAVE, "save_file", 1, SafetensorError("I/O error: No space left on device (os error 28)"), "No space left"),
