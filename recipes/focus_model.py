@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,24 +31,22 @@ FARTHEST = 1e-3
 """A model that differs by more from its ONNX file is mapped wrongly."""
 
 NAMES = {
-    **{f"norm{n}.{what}": f"norm{n}.{what}" for n in (1, 2) for what in ("weight", "bias")},
-    **{f"ls{n}.gamma": f"layer_scale{n}.lambda1" for n in (1, 2)},
+    "blocks.": "encoder.layer.",
+    "attn.proj": "attention.output.dense",
+    "ls1.gamma": "layer_scale1.lambda1",
+    "ls2.gamma": "layer_scale2.lambda1",
+    "norm.": "layernorm.",
+    "patch_embed.proj": "embeddings.patch_embeddings.projection",
+    "cls_token": "embeddings.cls_token",
 }
-"""timm's names of what a block holds besides its linear layers, and the file's."""
+"""Parts of timm's names of the backbone's tensors, and what the file has in their place."""
 
-LINEARS = {
-    "attn.qkv": ("attention.attention.query", "attention.attention.key", "attention.attention.value"),
-    "attn.proj": ("attention.output.dense",),
-    "mlp.fc1": ("mlp.fc1",),
-    "mlp.fc2": ("mlp.fc2",),
-}
-"""timm's linear layers of a block, and those of the file that stand in them one above the other."""
+QKV = tuple(f"attention.attention.{part}" for part in ("query", "key", "value"))
+"""The layers of the file that stand one above the other in timm's ``attn.qkv``."""
 
 BATCH = 64
 THRESHOLD = 0.5
 """What a pixel of a saliency map needs to count as seen."""
-
-State = dict[str, Tensor]
 
 
 class WeightsError(FlysurgeryError):
@@ -105,75 +103,40 @@ def from_onnx(content: bytes) -> FocusModel:
     """The model that an ONNX file holds."""
     onnx = _needed("onnx")
     graph = onnx.load_from_string(content).graph
-    tensors = {each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).copy()) for each in graph.initializer}
+    tensors = {each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).copy()).float() for each in graph.initializer}
+    # The exporter gives these tensors no names of their own, but it names each node after its module.
+    used = {node.name: tensors[name] for node in graph.node for name in node.input if name in tensors}
+    for name, matrix in used.items():
+        if name.endswith("/MatMul"):
+            tensors[f"{name.strip('/').replace('/', '.').removesuffix('MatMul')}weight"] = matrix.T
     backbone = timm.create_model(BASE, pretrained=False, **BASE_ARGS)
     decoder = Decoder()
     try:
-        backbone.load_state_dict(backbone_state(graph.node, tensors, depth=len(backbone.get_submodule("blocks")._modules)))
-        decoder.load_state_dict(decoder_state(tensors))
-    except (KeyError, StopIteration, RuntimeError) as error:
+        state = {name: _named(name, tensors) for name in backbone.state_dict() if name != "pos_embed"}
+        embeddings = "/backbone/embeddings/"
+        state["pos_embed"] = torch.cat([used[f"{embeddings}Concat_6"], resized(used[f"{embeddings}Reshape_1"])], 1)
+        backbone.load_state_dict(state)
+        names = [name for name in decoder.state_dict() if not name.endswith("num_batches_tracked")]
+        theirs = [tensor for name, tensor in tensors.items() if name.startswith("decoder.")]
+        decoder.load_state_dict(dict(zip(names, theirs, strict=True)), strict=False)  # both in the order of the layers
+    except (KeyError, ValueError, RuntimeError) as error:
         raise WeightsError(f"the ONNX file holds another model than expected: {' '.join(str(error).split())[:200]}") from error
     return FocusModel(backbone, decoder).eval()
 
 
-def backbone_state(nodes: Any, tensors: Mapping[str, Tensor], depth: int) -> State:
-    """timm's state dict. A linear layer's weight has no name of its own in the file, so it is found by the bias added to its product."""
-    weights = dict(_weights_by_bias(nodes, tensors))
-    embeddings = "backbone.embeddings."
-    state = {
-        "cls_token": tensors[f"{embeddings}cls_token"],
-        "pos_embed": position_embedding(nodes, tensors),
-        **{f"patch_embed.proj.{what}": tensors[f"{embeddings}patch_embeddings.projection.{what}"] for what in ("weight", "bias")},
-        **{f"norm.{what}": tensors[f"backbone.layernorm.{what}"] for what in ("weight", "bias")},
-    }
-    for number in range(depth):
-        theirs = f"backbone.encoder.layer.{number}."
-        state |= {f"blocks.{number}.{ours}": tensors[theirs + name] for ours, name in NAMES.items()}
-        for ours, names in LINEARS.items():
-            biases = [f"{theirs}{name}.bias" for name in names]
-            state[f"blocks.{number}.{ours}.weight"] = torch.cat([weights[bias] for bias in biases])
-            state[f"blocks.{number}.{ours}.bias"] = torch.cat([tensors[bias] for bias in biases])
-    return {name: tensor.float().contiguous() for name, tensor in state.items()}
+def _named(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The tensor that timm calls ``name``."""
+    if "attn.qkv" in name:
+        return torch.cat([_named(name.replace("attn.qkv", part), tensors) for part in QKV])
+    for ours, theirs in NAMES.items():
+        name = name.replace(ours, theirs)
+    return tensors[f"backbone.{name}"]
 
 
-def _weights_by_bias(nodes: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Of each sum of a product with a constant matrix and a constant: the constant's name, and the matrix as PyTorch has it."""
-    products = {node.output[0]: node.input[1] for node in nodes if node.op_type == "MatMul" and node.input[1] in tensors}
-    for node in nodes:
-        if node.op_type == "Add":
-            bias = next((name for name in node.input if name in tensors), None)
-            product = next((name for name in node.input if name in products), None)
-            if bias is not None and product is not None:
-                yield bias, tensors[products[product]].T
-
-
-def position_embedding(nodes: Any, tensors: Mapping[str, Tensor], side: int = SIDE // 14) -> Tensor:
-    """That of the class token, and that of the patches as the file's cubic resize makes it for a grid of ``side``."""
-    makers = {output: node for node in nodes for output in node.output}
-
-    def source(name: str) -> str | None:
-        while name not in tensors and name in makers and makers[name].input:
-            name = makers[name].input[0]
-        return name if name in tensors else None
-
-    resized = {node.output[0]: source(node.input[0]) for node in nodes if node.op_type == "Resize"}
-    name = next(found for found in resized.values() if found is not None and tensors[found].ndim == 3)
-    joined = next(node for node in nodes if node.op_type == "Concat" and source(node.input[-1]) == name and node.input[0] in tensors)
-    grid = tensors[name].float().mT
-    grid = grid.unflatten(2, (math.isqrt(grid.shape[2]), -1))
-    grid = functional.interpolate(grid, (side, side), mode="bicubic", align_corners=False)
-    return torch.cat([tensors[joined.input[0]].float(), grid.flatten(2).mT], 1)
-
-
-def decoder_state(tensors: Mapping[str, Tensor]) -> State:
-    state: State = {}
-    for number in (1, 2, 3):
-        place = 3 * (number - 1)
-        state |= {f"{place}.{what}": tensors[f"decoder.upconv{number}.{what}"] for what in ("weight", "bias")}
-        norm = ("weight", "bias", "running_mean", "running_var")
-        state |= {f"{place + 1}.{what}": tensors[f"decoder.bn{number}.{what}"] for what in norm}
-        state[f"{place + 1}.num_batches_tracked"] = torch.tensor(0)
-    return state | {f"9.{what}": tensors[f"decoder.final_conv.{what}"] for what in ("weight", "bias")}
+def resized(positions: Tensor, side: int = SIDE // 14) -> Tensor:  # shapes: (1, patches, width), (1, side * side, width)
+    """Embeddings of the patches' positions as the file's cubic resize makes them for a grid of ``side``."""
+    grid = positions.mT.unflatten(2, (math.isqrt(positions.shape[1]), -1))
+    return functional.interpolate(grid, (side, side), mode="bicubic", align_corners=False).flatten(2).mT
 
 
 def differences(content: bytes, focus: FocusModel, images: Tensor) -> tuple[float, float]:
