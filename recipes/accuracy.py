@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from flysurgery import surgery
 from flysurgery.bench import Record
 from flysurgery.checkpoint import build_base, load_dense, save_dense
 from flysurgery.evaluation import ImageData, evaluate, load_calibration, load_data
-from flysurgery.finetune import Outcome, Settings, train, training_data
+from flysurgery.finetune import Settings, train, training_data
 from flysurgery.surgery import LayerPlan, Plan
 
 TARGETS: Mapping[str, Mapping[str, Any]] = {
@@ -75,20 +75,65 @@ TINY_IMAGES = 960
 
 @dataclass(frozen=True)
 class Subject:
-    """A dense model on its device and what its rows are made with. ``fine_tune`` trains its argument in place."""
+    """A dense model on its device and what its rows are made with; ``settings`` are those of fine-tuning, for a share of its training."""
 
     dense: nn.Module
     base: str
     base_args: Mapping[str, Any]
     calibration: Tensor
     held_out: ImageData
-    fine_tune: Callable[[nn.Module], object]
+    settings: Settings
     finetune_share: float
 
 
 @cache
 def subject_of(model: str, place: Place) -> Subject:
-    return (digits if model == "digits" else fractals)(place)
+    """The demo model, or the ViT on generated images, which is trained where the folder has none."""
+    if model == "digits":
+        folder, samples, epochs = DEMO, None, 1 if place.quick else 6
+        share, cpu = epochs / DEMO_EPOCHS, place.device.type == "cpu"
+        settings = Settings(epochs=epochs, smoothing=0.0, log_every=1000, workers=0, seed=place.protocol.seed, cpu=cpu)
+    else:
+        if not (FOLDER / "images.json").is_file():
+            _train_dense(place)
+        folder, samples, share = FOLDER / "dense", 64 if place.quick else 512, FINETUNE_SHARE
+        images = int(share * json.loads((FOLDER / "images.json").read_text(encoding="utf-8")))
+        settings = _on_fractals(place, images, batch=16 if place.quick else 128, rate=3e-4 if place.quick else 1e-4, seed=2)
+    dense, base, base_args = load_dense(folder)
+    dense = dense.eval().to(place.device)
+    calibration = load_calibration(model, dense, samples=samples).inputs.to(place.device)
+    return Subject(dense, base, base_args, calibration, load_data(model, dense), settings, share)
+
+
+def _train_dense(place: Place) -> None:
+    """Train the ViT for ``TRAIN_MINUTES`` and keep it."""
+    torch.manual_seed(place.protocol.seed)
+    args = TINY_VIT if place.quick else VIT
+    settings = _on_fractals(place, TINY_IMAGES if place.quick else None, batch=16 if place.quick else 256, rate=1e-3)
+    model = build_base(VIT_S, args).to(place.device)
+    found = train(model, training_data("fractals", model, settings), settings)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    save_dense(found.model, FOLDER / "dense", VIT_S, args, force=True)
+    (FOLDER / "images.json").write_text(f"{found.images}\n", encoding="utf-8")
+    print(f"the dense model is trained on {found.images} images in {found.seconds:.0f} s", flush=True)
+
+
+def _on_fractals(place: Place, images: int | None, *, batch: int, rate: float, seed: int = 0) -> Settings:
+    """Settings for about so many new images, never the same twice; without a number for ``TRAIN_MINUTES``."""
+    length: dict[str, Any] = {"minutes": TRAIN_MINUTES}
+    if images is not None:
+        length = {"epochs": 1, "images_per_epoch": max(1, images // batch) * batch}
+    return Settings(
+        **length,
+        batch_size=batch,
+        learning_rate=rate,
+        optimizer="adamw",
+        smoothing=0.0,
+        precision="no" if place.quick else "bf16",
+        log_every=25,
+        seed=place.protocol.seed + seed,
+        cpu=place.device.type == "cpu",
+    )
 
 
 @cache
@@ -112,7 +157,7 @@ def rows(place: Place, *, model: str, target: str, method: str) -> list[Record]:
             errors = output_errors(subject.dense, made, plan, images.to(place.device))
     row: Record = {"replaced_share": share, "model_params": parameters(made)} | {f"error_{role}": each for role, each in errors.items()}
     row["top1"] = evaluate(made, subject.held_out, batch_size=128).top1
-    subject.fine_tune(made)
+    train(made, training_data(model, made, subject.settings), subject.settings, teacher=subject.dense)
     row["top1_finetuned"] = evaluate(made, subject.held_out, batch_size=128).top1
     return [row | {"samples": subject.held_out.samples, "finetune_share": subject.finetune_share}]
 
@@ -123,7 +168,7 @@ def convert(model: nn.Module, plan: Plan, method: str, calibration: Tensor) -> t
     The layers are the replaced ones and those that a budget leaves dense; biases count.
     """
     if method.startswith("lowrank"):
-        plan = replace(plan, layers=tuple(low_rank(layer) if layer.is_replaced else layer for layer in plan.layers))
+        plan = low_rank(plan)
     if method == "magnitude":
         for layer in plan.replaced:
             _prune(model.get_submodule(layer.fqn), layer)
@@ -164,68 +209,6 @@ def output_errors(dense: nn.Module, model: nn.Module, plan: Plan, images: Tensor
         for handle in handles:
             handle.remove()
     return {role: sum(values) / len(values) for role, values in errors.items()}
-
-
-def digits(place: Place) -> Subject:
-    """The demo model."""
-    dense, base, base_args = load_dense(DEMO)
-    dense = dense.eval().to(place.device)
-    epochs = 1 if place.quick else 6
-    cpu, seed = place.device.type == "cpu", place.protocol.seed
-    settings = Settings(epochs=epochs, smoothing=0.0, log_every=1000, workers=0, seed=seed, cpu=cpu)
-
-    def fine_tune(model: nn.Module) -> None:
-        train(model, training_data("digits", model, settings), settings, teacher=dense)
-
-    calibration = load_calibration("digits", dense).inputs.to(place.device)
-    return Subject(dense, base, base_args, calibration, load_data("digits", dense), fine_tune, epochs / DEMO_EPOCHS)
-
-
-def fractals(place: Place) -> Subject:
-    """The ViT on generated images, which is trained where the folder has none."""
-    if not (FOLDER / "images.json").is_file():
-        _train_dense(place)
-    dense, base, base_args = load_dense(FOLDER / "dense")
-    dense = dense.eval().to(place.device)
-    images = int(FINETUNE_SHARE * json.loads((FOLDER / "images.json").read_text(encoding="utf-8")))
-
-    def fine_tune(model: nn.Module) -> None:
-        _learn(model, place, images=images, teacher=dense)
-
-    calibration = load_calibration("fractals", dense, samples=64 if place.quick else 512).inputs.to(place.device)
-    return Subject(dense, base, base_args, calibration, load_data("fractals", dense), fine_tune, FINETUNE_SHARE)
-
-
-def _train_dense(place: Place) -> None:
-    torch.manual_seed(place.protocol.seed)
-    args = TINY_VIT if place.quick else VIT
-    model = build_base(VIT_S, args).to(place.device)
-    found = _learn(model, place, images=TINY_IMAGES if place.quick else None)
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    save_dense(found.model, FOLDER / "dense", VIT_S, args, force=True)
-    (FOLDER / "images.json").write_text(f"{found.images}\n", encoding="utf-8")
-    print(f"the dense model is trained on {found.images} images in {found.seconds:.0f} s", flush=True)
-
-
-def _learn(model: nn.Module, place: Place, *, images: int | None, teacher: nn.Module | None = None) -> Outcome:
-    """Train in place on about so many new images, never the same twice; without a number for ``TRAIN_MINUTES``."""
-    tuning = teacher is not None
-    batch, rate = (16, 3e-4 if tuning else 1e-3) if place.quick else (128, 1e-4) if tuning else (256, 1e-3)
-    length: dict[str, Any] = {"minutes": TRAIN_MINUTES}
-    if images is not None:
-        length = {"epochs": 1, "images_per_epoch": max(1, images // batch) * batch}
-    settings = Settings(
-        **length,
-        batch_size=batch,
-        learning_rate=rate,
-        optimizer="adamw",
-        smoothing=0.0,
-        precision="no" if place.quick else "bf16",
-        log_every=25,
-        seed=place.protocol.seed + 2 * tuning,
-        cpu=place.device.type == "cpu",
-    )
-    return train(model, training_data("fractals", model, settings), settings, teacher=teacher)
 
 
 def table_of(model: str, **more: Any) -> Table:

@@ -146,9 +146,7 @@ def convert(model: nn.Module, to: str, **options: Any) -> None:
     """Convert in place, 1x1 convolutions too; the dense way stays as it is."""
     if to != DENSE:
         plan = surgery.plan(model, MONARCH, convs=True)
-        if to == LOW_RANK:
-            plan = replace(plan, layers=tuple(low_rank(layer) if layer.is_replaced else layer for layer in plan.layers))
-        surgery.apply(plan, model, **options)
+        surgery.apply(low_rank(plan) if to == LOW_RANK else plan, model, **options)
 
 
 def forward_times(models: Mapping[str, nn.Module], place: Place) -> dict[str, Record]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,28 +22,26 @@ from vit_parts import INT8_ERROR
 from flysurgery import surgery
 from flysurgery.errors import FlysurgeryError, OptionError
 from flysurgery.patterns import named
-from flysurgery.surgery import LayerPlan
+from flysurgery.surgery import Plan
 
 DENSE, COMPILED = "dense", "dense compiled"
-MIDDLE_DENSE = "monarch 3 with dense middle"
 DENSE_V = {"qkv.v$": "dense"}
-RANK = 96
-SMALLER_RANKS = (64, 48, 32)
+RANKS: Mapping[str, Mapping[str, Any]] = {f"rank {rank}": {"arch": "lowrank", "rank": rank} for rank in (96, 64, 48, 32)}
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gonon": {"arch": "gonon"},
     "monarch 4": {"arch": "monarch", "nblocks": 4},
-    f"rank {RANK}": {"arch": "lowrank", "rank": RANK},
-    "mixed": {"arch": "monarch", "nblocks": 4, "per_layer": {"qkv|fc1": f"lowrank:{RANK}"}},
+    "rank 96": RANKS["rank 96"],
+    "mixed": {"arch": "monarch", "nblocks": 4, "per_layer": {"qkv|fc1": "lowrank:96"}},
     "monarch 4 with dense v": {"arch": "monarch", "nblocks": 4, "per_layer": {**DENSE_V, "qkv.[qk]$": "monarch:8"}},
     "monarch 2": {"arch": "monarch", "nblocks": 2},
-    MIDDLE_DENSE: {"arch": "monarch", "nblocks": 3, "exclude": r"blocks\.[5-7]\."},
+    "monarch 3 with dense middle": {"arch": "monarch", "nblocks": 3, "exclude": r"blocks\.[5-7]\."},
     "monarch 3 with dense v and middle": {
         "arch": "monarch",
         "nblocks": 3,
         "per_layer": {**DENSE_V, "qkv.[qk]$": "monarch:4", r"blocks\.[6-9]\.mlp": "dense"},
     },
-    **{f"rank {rank}": {"arch": "lowrank", "rank": rank} for rank in SMALLER_RANKS},
+    **RANKS,
 }
 """Options of ``surgery.plan``. In ``mixed``, q, k, v and the first layer of feed-forward blocks get low rank instead. In
 ``monarch 3 with dense middle`` the blocks 5 to 7 of 12 stay dense, where dense blocks help patch tokens most. With a dense v, q and k get
@@ -61,14 +59,15 @@ STEPS: Mapping[str, Mapping[str, Any]] = {
 }
 """Options of ``surgery.apply``; with any of them it calibrates. ``reconstruct`` takes the minutes that the run has."""
 
-LOW_RANK_STEPS = ("plain", "calibrated", "reconstructed")
-"""A low rank does the same in any order of its inputs and outputs, so that permuting them gains nothing."""
-
-SMALLER_RANK_STEPS = ("plain", "reconstructed")
-"""The first tells the time at once, as the ways of a family differ in weights alone."""
-
-PRUNED_STEPS = ("calibrated", "reconstructed")
-"""Those of the rivals that prune, besides their magnitude alone, which has no step."""
+STEPS_OF: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(RANKS, ("plain", "reconstructed")),
+    "rank 96": ("plain", "calibrated", "reconstructed"),
+    **dict.fromkeys(("unstructured", "2:4"), ("calibrated", "reconstructed")),
+}
+"""Families that do not take all steps, and rivals that take some beside magnitude alone. A low rank does the same in any order of its
+inputs and outputs, so permuting them gains nothing. Of a smaller rank the first step tells the time, as the ways of a family differ in
+weights alone.
+"""
 
 INT8 = "Int8DynamicActivationInt8WeightConfig"
 """torchao's configuration for int8 weights, a scale for each row, and activations rounded at each call, a scale for each token."""
@@ -187,20 +186,10 @@ sparse products of these and of lower densities.
 """
 
 
-def _steps(family: str) -> tuple[str, ...]:
-    if family == f"rank {RANK}":
-        return LOW_RANK_STEPS
-    return SMALLER_RANK_STEPS if family.startswith("rank") else tuple(STEPS)
-
-
-def _rival_steps(rival: Rival) -> tuple[str, ...]:
-    return () if rival.choose is None else PRUNED_STEPS
-
-
 WAYS = (
     Way(DENSE),
-    *(Way(family, step, arch, STEPS[step]) for step in STEPS for family, arch in FAMILIES.items() if step in _steps(family)),
-    *(Way(family, step, fitting=STEPS.get(step, {})) for family, rival in RIVALS.items() for step in ("", *_rival_steps(rival))),
+    *(Way(family, step, arch, STEPS[step]) for step in STEPS for family, arch in FAMILIES.items() if step in STEPS_OF.get(family, STEPS)),
+    *(Way(family, step, fitting=STEPS.get(step, {})) for family in RIVALS for step in ("", *STEPS_OF.get(family, ()))),
 )
 """Rivals come last: one that breaks the process breaks no other way."""
 
@@ -218,13 +207,16 @@ def ways_of(text: str | None, *, quick: bool = False) -> tuple[Way, ...]:
     return tuple(way for way in WAYS if way.family == DENSE or way.name in names or {way.family, way.step} & (set(parts) - names))
 
 
-def low_rank(layer: LayerPlan, rank: int | None = None) -> LayerPlan:
-    """The layer with every architecture replaced by one of low rank, by default of the most that has no more weights."""
-    parts = []
-    for part in layer.parts:
-        if part.architecture is not None:
-            out_features = part.stop - part.start
-            most = max(1, part.architecture.num_parameters // (out_features + layer.in_features))
-            part = replace(part, architecture=named("lowrank", out_features, layer.in_features, rank=rank or most))
-        parts.append(part)
-    return replace(layer, parts=tuple(parts))
+def low_rank(plan: Plan) -> Plan:
+    """The plan with every architecture replaced by one of low rank, of the most that has no more weights."""
+    layers = []
+    for layer in plan.layers:
+        parts = []
+        for part in layer.parts:
+            if part.architecture is not None:
+                sizes = part.stop - part.start, layer.in_features
+                rank = max(1, part.architecture.num_parameters // sum(sizes))
+                part = replace(part, architecture=named("lowrank", *sizes, rank=rank))
+            parts.append(part)
+        layers.append(replace(layer, parts=tuple(parts)))
+    return replace(plan, layers=tuple(layers))
