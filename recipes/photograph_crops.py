@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -65,29 +66,19 @@ def order(count: int, photographs: int, seed: int) -> list[int]:
     """Which photograph each of ``count`` samples shows. Those that ``Samples`` holds out show a part of them, which no other shows."""
     shuffled = torch.randperm(photographs, generator=torch.Generator().manual_seed(seed)).tolist()
     aside = max(1, photographs // ASIDE_EVERY)
-    held, fitted = shuffled[:aside], shuffled[aside:]
+    held, fitted = cycle(shuffled[:aside]), cycle(shuffled[aside:])
     last = min(HELD_OUT_EVERY, count) - 1
-    places = {True: 0, False: 0}
-    found: list[int] = []
-    for position in range(count):
-        is_held = position % HELD_OUT_EVERY == last
-        pool = held if is_held else fitted
-        found.append(pool[places[is_held] % len(pool)])
-        places[is_held] += 1
-    return found
+    return [next(held if position % HELD_OUT_EVERY == last else fitted) for position in range(count)]
 
 
 def crops(files: Sequence[Path], shown: Sequence[int], seed: int) -> Tensor:
     """One random square crop for each entry of ``shown``, of the file that it numbers; normalized, (crops, 3, 224, 224)."""
     chance = torch.rand(len(shown), 3, generator=torch.Generator().manual_seed(seed)).tolist()
     found = torch.empty(len(shown), 3, SIDE, SIDE)
-    by_file: dict[int, list[int]] = {}
-    for position, number in enumerate(shown):
-        by_file.setdefault(number, []).append(position)
     mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
-    for number, positions in by_file.items():
+    for number in dict.fromkeys(shown):
         image = read_image(files[number], 3)
-        for position in positions:
+        for position in (place for place, other in enumerate(shown) if other == number):
             area, left, top = chance[position]
             side = max(1, round(min(image.size) * (LEAST_AREA + (1 - LEAST_AREA) * area) ** 0.5))
             x, y = round(left * (image.width - side)), round(top * (image.height - side))
