@@ -28,10 +28,9 @@ import multiprocessing
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from torch.utils import _pytree as pytree
 
 from flysurgery.bench import Record
 from flysurgery.checkpoint import build_base
-from flysurgery.errors import FlysurgeryError, ModelError
+from flysurgery.errors import FlysurgeryError, ModelError, first_line
 from flysurgery.factors import factors_to_dense
 from flysurgery.surgery import Plan, apply, plan
 from flysurgery.surgery.check import check_plan
@@ -65,15 +64,18 @@ COLUMNS = ("exported", "linears", *ROLES, "head", "other", "obstacles", "replace
 COLUMNS += ("converted", "called", "error_ratio", "output_kept", "seconds", "note")
 
 
-def survey(case: Case) -> Record:
+def survey(library: str, model: str) -> Record:
     """All steps for one model; what fails is noted in the row."""
+    warnings.simplefilter("ignore")
     row: Record = {"exported": False, "replaced": 0, "converted": False, "called": 0}
     row |= dict.fromkeys((*ROLES, "head", "other", "linears"), 0)
     started = time.perf_counter()
     try:
-        _survey(case, row)
+        _survey(cases_of(library)[model], row)
     except FlysurgeryError as error:
         row["note"] = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return {"note": f"CRASH {type(error).__name__}: {first_line(error)}"[:300]}
     return row | {"seconds": round(time.perf_counter() - started, 1)}
 
 
@@ -168,54 +170,29 @@ def _rms(values: Tensor) -> float:
     return float(values.square().mean().sqrt())
 
 
-def _work(case: Case, pipe: Connection) -> None:
-    warnings.simplefilter("ignore")
-    try:
-        row = survey(case)
-    except Exception as error:
-        row = {"note": f"CRASH {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]}
-    pipe.send(row)
-
-
-def in_process(case: Case) -> Record:
-    """Survey a model in a process of its own; one that crashes or gives no answer has a row that says so."""
-    fork = multiprocessing.get_context("fork")  # the libraries are imported once
-    receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=_work, args=(case, sender), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        if receiver.poll(SECONDS):
-            return receiver.recv()
-        return {"seconds": SECONDS, "note": f"CRASH: no answer within {SECONDS:.0f} s"}
-    except EOFError:
-        return {"note": "CRASH: the process ended without an answer"}
-    finally:
-        process.kill()
-        process.join()
-
-
-LIBRARIES: Mapping[str, tuple[str, Callable[[], list[Case]]]] = {
-    "timm": ("timm", timm_cases),
-    "vit_pytorch": ("vit-pytorch", vit_pytorch_cases),
-    "transformers": ("transformers", transformers_cases),
-}
-"""The package and the cases of each table."""
+LIBRARIES = {"timm": timm_cases, "vit_pytorch": vit_pytorch_cases, "transformers": transformers_cases}
+"""The cases of each table."""
 
 
 @cache
 def cases_of(library: str) -> Mapping[str, Case]:
-    return {case.name: case for case in LIBRARIES[library][1]()}
+    return {case.name: case for case in LIBRARIES[library]()}
 
 
 def heads_of(library: str) -> list[Record]:
-    package = LIBRARIES[library][0]
+    package = library.replace("_", "-")
     return [{"library": f"{package} {version(package)}", "family": case.family, "model": case.name} for case in cases_of(library).values()]
 
 
 def rows(place: Place, *, library: str, family: str, model: str) -> list[Record]:
-    table = next(name for name, (package, _) in LIBRARIES.items() if library.startswith(f"{package} "))
-    return [in_process(cases_of(table)[model])]
+    """The row of a model, which is surveyed in a process of its own; one that ends without an answer has none in time."""
+    table = library.partition(" ")[0].replace("-", "_")
+    # The libraries are imported once, and the process goes with its pool.
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        try:
+            return [pool.apply_async(survey, (table, model)).get(SECONDS)]
+        except multiprocessing.TimeoutError:
+            return [{"seconds": SECONDS, "note": f"CRASH: no answer within {SECONDS:.0f} s"}]
 
 
 TABLES = {
