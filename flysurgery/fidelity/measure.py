@@ -67,19 +67,38 @@ def measure_fidelity(student: nn.Module, teacher: nn.Module, batches: Iterable[T
         DataError: there are no samples, a model fails on a batch or gives no tensor, or the outputs differ in shape.
     """
     used = [cut for cut in cuts if cut.kind in ("block", "tokens")]
-    sums = _Sums(len(used))
     prefix = int(getattr(student, "num_prefix_tokens", 0) or 0)
+    places = [_Errors() for _ in used or ("the output",)]
+    samples, token_rows, is_flat = 0, 0, False
+    cosines = token_cosines = same = 0.0
     with unchanged_state(student), unchanged_state(teacher), Stream(student, used) as mine, Stream(teacher, used) as theirs:
         for batch in batches:
             wanted, given = (first_tensor(run(model, batch)).float() for model in (teacher, student))
             if wanted.shape != given.shape:
                 raise DataError(f"the models give outputs of shapes {tuple(given.shape)} and {tuple(wanted.shape)}; they must be the same")
-            sums.add(given, wanted, mine.values, theirs.values, prefix)
-    if not sums.samples:
+            samples += len(given)
+            cosines += float(_cosine(given.flatten(1), wanted.flatten(1)).sum())
+            is_flat = given.ndim == 2
+            same += float((given.argmax(1) == wanted.argmax(1)).sum()) if is_flat else 0.0
+            for number, errors in enumerate(places):
+                if used:
+                    given, wanted = mine.values[number].float(), theirs.values[number].float()
+                errors.add(given, wanted)
+            if used:
+                given, wanted = (each[:, prefix:] if each.ndim == 3 else each for each in (given, wanted))
+                token_cosines += float(_cosine(given, wanted).sum())
+                token_rows += given[..., 0].numel()
+    if not samples:
         raise DataError("the data to measure the fidelity with hold no samples")
     classes = getattr(teacher, "num_classes", None)
-    scores = sums.is_flat and (classes is None or classes > 0)
-    return sums.result([cut.fqn for cut in used if cut.kind == "block"], scores=scores)
+    return Fidelity(
+        samples=samples,
+        output_cosine=cosines / samples,
+        token_cosine=token_cosines / token_rows if token_rows else None,
+        relative_error=places[-1].to_size(),
+        agreement=same / samples if is_flat and (classes is None or classes > 0) else None,
+        blocks=tuple((cut.fqn, errors.to_spread()) for cut, errors in zip(used, places, strict=False) if cut.kind == "block"),
+    )
 
 
 def first_tensor(output: object) -> Tensor:
@@ -90,63 +109,29 @@ def first_tensor(output: object) -> Tensor:
     raise DataError(f"a comparison needs a model that gives a tensor, and this one gives {type(output).__name__}")
 
 
-class _CutError:
-    """Sums of the error at one cut, and of the spread of the teacher's rows there."""
+class _Errors:
+    """Sums of the error at one place, and of the teacher's rows there; nothing else of a batch is kept."""
 
     def __init__(self) -> None:
         self._error = self._size = 0.0
         self._total, self._rows = torch.zeros((), dtype=torch.float64), 0
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        rows = y.flatten(0, -2)
-        self._error += float((x - y).square().sum())
+    def add(self, given: Tensor, wanted: Tensor) -> None:
+        rows = wanted.flatten(0, -2)
+        self._error += float((given - wanted).square().sum())
         self._size += float(rows.square().sum(dtype=torch.float64))
         self._total = self._total + rows.sum(0, dtype=torch.float64)
         self._rows += len(rows)
 
-    def relative(self) -> float:
+    def to_size(self) -> float:
+        """The error relative to the size of the rows."""
+        return (self._error / self._size) ** 0.5 if self._size else 0.0
+
+    def to_spread(self) -> float:
+        """The error relative to how the rows differ from their mean, or to their size where all are equal."""
         spread = self._size - float(self._total.square().sum()) / max(1, self._rows)
-        # if all rows are equal, their spread is zero, so the error is relative to their size
         against = spread if spread > 1e-9 * self._size else self._size
         return (self._error / against) ** 0.5 if against else float(self._error > 0)
-
-
-class _Sums:
-    """Sums over all samples; nothing else of a batch is kept."""
-
-    def __init__(self, places: int) -> None:
-        self.samples = 0
-        self.is_flat = False
-        self._output = self._tokens = self._error = self._reference = self._same = 0.0
-        self._token_rows = 0
-        self._cuts = [_CutError() for _ in range(places)]
-
-    def add(self, given: Tensor, wanted: Tensor, mine: dict[int, Tensor], theirs: dict[int, Tensor], prefix: int) -> None:
-        self.samples += len(given)
-        self._output += float(_cosine(given.flatten(1), wanted.flatten(1)).sum())
-        self.is_flat = given.ndim == 2
-        if self.is_flat:
-            self._same += float((given.argmax(1) == wanted.argmax(1)).sum())
-        x, y = given, wanted
-        for number, cut in enumerate(self._cuts):
-            x, y = mine[number].float(), theirs[number].float()
-            cut.add(x, y)
-        self._error += float((x - y).square().sum())
-        self._reference += float(y.square().sum())
-        if self._cuts:
-            x, y = (each[:, prefix:] if each.ndim == 3 else each for each in (x, y))
-            self._tokens += float(_cosine(x, y).sum())
-            self._token_rows += x[..., 0].numel()
-
-    def result(self, blocks: Sequence[str], *, scores: bool) -> Fidelity:
-        return Fidelity(
-            samples=self.samples,
-            output_cosine=self._output / self.samples,
-            token_cosine=self._tokens / self._token_rows if self._token_rows else None,
-            relative_error=(self._error / self._reference) ** 0.5 if self._reference else 0.0,
-            agreement=self._same / self.samples if scores else None,
-            blocks=tuple((name, cut.relative()) for name, cut in zip(blocks, self._cuts, strict=False)),  # the last cut may be the tokens'
-        )
 
 
 def _cosine(x: Tensor, y: Tensor) -> Tensor:
