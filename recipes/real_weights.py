@@ -37,7 +37,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -189,21 +188,19 @@ def fastest(found: Mapping[str, Measured], runs: Mapping[str, recipe.Run]) -> Ti
     return Times(found[best].median_ms, dense_optimized.median_ms, dense.median_ms, dense.noise, timing)
 
 
-def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One entry for the rows that differ in their seeds alone: means, ``seeds``, and the ``least`` and ``most`` of ``cls``."""
+def summary(records: Sequence[Record]) -> Any:
+    """A frame with one row for the rows that differ in their seeds alone: means, ``seeds``, and the ``least`` and ``most`` of ``cls``."""
     frame = pd.DataFrame(records)
-    for name in NUMBERS:
-        frame[name] = pd.to_numeric(frame[name])
+    frame[[*NUMBERS]] = frame[[*NUMBERS]].apply(pd.to_numeric)
     groups: Any = frame.groupby([*KEY], sort=False)
     found = groups[[*NUMBERS]].mean()
-    found["seeds"], found["least"], found["most"] = groups.size(), groups["cls"].min(), groups["cls"].max()
-    return found.reset_index().to_dict("records")
+    return found.assign(seeds=groups.size(), least=groups["cls"].min(), most=groups["cls"].max()).reset_index()
 
 
 def show(records: Sequence[Record]) -> None:
     digits = {"seconds": 0, "ms": 2, "dense_optimized_ms": 2, "dense_ms": 2, "spread": 3, **dict.fromkeys(MEASURES, 3)}
     lines = []
-    for each in summary(records):
+    for each in summary(records).to_dict("records"):
         each["spread"] = each["most"] - each["least"] if each["seeds"] > 1 else None
         numbers = [f"{each[name]:.{places}f}" if pd.notna(each[name]) else "" for name, places in digits.items()]
         lines.append([each["way"], each["minutes"], str(each["seeds"]), f"{each['params'] / 1e6:.2f}", *numbers])
@@ -213,14 +210,15 @@ def show(records: Sequence[Record]) -> None:
 
 def draw(records: Sequence[Record], plot: Path) -> None:
     """Draw cosines of the class token over milliseconds, where there are any, and over parameters."""
-    entries = [each | {"params": each["params"] / 1e6} for each in summary(records)]
+    frame = summary(records)
+    frame["params"] /= 1e6
     labels = {"ms": "ms, 128 images, fp16", "params": "parameters of the backbone, millions"}
-    columns = [column for column in labels if any(pd.notna(each[column]) for each in entries)]
+    columns = [column for column in labels if frame[column].notna().any()]
     figure, grid = pyplot().subplots(1, len(columns), figsize=(6.5 * len(columns), 5), layout="constrained", squeeze=False)
-    families = dict.fromkeys(each["family"] for each in entries if each["family"] not in (DENSE, *RIVALS))
+    families = [family for family in dict.fromkeys(frame["family"]) if family not in (DENSE, *RIVALS)]
     colours = {family: f"C{index}" for index, family in enumerate(families)}
     for axes, column in zip(grid[0], columns, strict=True):
-        bottom = _draw_panel(axes, [each for each in entries if pd.notna(each[column])], column, colours)
+        bottom = _draw_panel(axes, frame[frame[column].notna()], column, colours)
         axes.set(xlabel=labels[column], ylabel="cosine of the class token with the dense model's")
         axes.set(xlim=(0, None), ylim=(bottom, 1 + 0.05 * (1 - bottom)))
         axes.grid(alpha=0.3)
@@ -228,38 +226,34 @@ def draw(records: Sequence[Record], plot: Path) -> None:
         grid[0][-1].plot([], [], "k", linestyle="none", marker=mark, label=step)
     for axes in grid[0]:
         axes.legend(fontsize=7)
-    figure.suptitle(", ".join(dict.fromkeys(each["device"] for each in entries)), fontsize=9)
+    figure.suptitle(", ".join(dict.fromkeys(frame["device"])), fontsize=9)
     save(figure, plot)
 
 
-def _draw_panel(axes: Any, entries: Sequence[Mapping[str, Any]], column: str, colours: Mapping[str, str]) -> float:
+def _draw_panel(axes: Any, frame: Any, column: str, colours: Mapping[str, str]) -> float:
     """A line for each family, a mark for each step and each rival; the lower edge.
 
     A rival below all families stands at the lower edge, beside its cosine.
     """
-    shown = {each["family"] for each in entries} & colours.keys()
-    for family, colour in ((family, colours[family]) for family in colours if family in shown):
-        own = sorted((each for each in entries if each["family"] == family), key=lambda each: each["cls"])
-        axes.plot([each[column] for each in own], [each["cls"] for each in own], color=colour, linewidth=0.8, label=family)
-        for each in own:
-            spread = [[each["cls"] - each["least"]], [each["most"] - each["cls"]]]
-            axes.errorbar([each[column]], [each["cls"]], spread, color=colour, marker=MARKS[each["step"]], markersize=5)
-    bottom = axes.get_ylim()[0] if shown else 0.0
-    if column == "ms":
-        dense = {"dense, optimized": [each["dense_optimized_ms"] for each in entries], DENSE: [each["dense_ms"] for each in entries]}
-    else:
-        dense = {DENSE: [each["params"] for each in entries if each["family"] == DENSE]}
+    for family, own in frame[frame["family"].isin([*colours])].groupby("family", sort=False):
+        style = {"color": colours[family]}
+        axes.plot(column, "cls", data=own.sort_values("cls"), linewidth=0.8, label=family, **style)
+        for step, each in own.groupby("step"):
+            spread = each["cls"] - each["least"], each["most"] - each["cls"]
+            axes.errorbar(each[column], each["cls"], spread, linestyle="none", marker=MARKS[step], markersize=5, **style)
+    bottom = axes.get_ylim()[0] if frame["family"].isin([*colours]).any() else 0.0
+    dense = {"dense, optimized": frame["dense_optimized_ms"], DENSE: frame["dense_ms"]}
+    if column == "params":
+        dense = {DENSE: frame["params"][frame["family"] == DENSE]}
     for (name, places), mark in zip(dense.items(), ("k*", "k+"), strict=False):
-        if places:
-            axes.plot([median(places)], [1], mark, markersize=9, linestyle="none", label=name)
-    for each in entries:
-        if each["family"] in RIVALS and (column, each["family"]) != ("params", COMPILED):
-            height = max(each["cls"], bottom)
-            label = None if each["family"] in axes.get_legend_handles_labels()[1] else each["family"]
-            style = {"color": "k", "markerfacecolor": "none", "markersize": 10, "linestyle": "none", "clip_on": False}
-            axes.plot([each[column]], [height], marker=MARKS_OF_RIVALS[each["family"]], label=label, **style)
-            if height > each["cls"]:
-                axes.annotate(f"{each['cls']:.2f}", (each[column], height), (7, 5), textcoords="offset points", fontsize=8)
+        if len(places):
+            axes.plot([places.median()], [1], mark, markersize=9, linestyle="none", label=name)
+    rivals = [family for family in RIVALS if (column, family) != ("params", COMPILED)]
+    for family, own in frame[frame["family"].isin(rivals)].groupby("family", sort=False):
+        style = {"color": "k", "markerfacecolor": "none", "markersize": 10, "linestyle": "none", "clip_on": False}
+        axes.plot(own[column], own["cls"].clip(lower=bottom), marker=MARKS_OF_RIVALS[family], label=family, **style)
+        for place, cosine in own.loc[own["cls"] < bottom, [column, "cls"]].to_numpy():
+            axes.annotate(f"{cosine:.2f}", (place, bottom), (7, 5), textcoords="offset points", fontsize=8)
     return bottom
 
 
