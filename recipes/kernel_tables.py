@@ -23,11 +23,214 @@ Rows: recipes/results/kernels_h200.csv
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from kernel_operations import FAMILIES, LAYERS, PATCHES, TOKENS, block_part, factor_gradients
-from recipe import Table, run
+import torch
+from recipe import Place, Run, Table, run
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from flysurgery import ops
+from flysurgery.bench import TIMED_MODES, Case
+from flysurgery.bench.ceilings import Work
+from flysurgery.factors import factors_to_dense, ks_einsum
+from flysurgery.gpu.gradients import all_gradients
+from flysurgery.ops import Dense, FusedFactors, Norm
+from flysurgery.patterns import Architecture, gonon, monarch
+
+HEAD = 64
+"""Features of a head."""
+
+PATCHES, TOKENS = 196, 197
+"""Rows of one image without and with its class token."""
+
+FAMILIES: Mapping[str, Callable[[int, int], Architecture]] = {"gonon": gonon, "monarch": monarch}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Random weights of the sizes of a trained block's, and inputs, in one mode on one device.
+
+    They are drawn on the CPU: a graph that could not be captured, of the case before, leaves CUDA's generator unusable.
+    """
+
+    place: Place
+    mode: str
+
+    def tensor(self, *shape: int, deviation: float = 1.0, mean: float = 0.0) -> Tensor:
+        return (torch.randn(shape) * deviation + mean).to(self.place.device, TIMED_MODES[self.mode])
+
+    def norm(self, features: int) -> Norm:
+        return Norm(self.tensor(features, deviation=0.2, mean=1.0), self.tensor(features, deviation=0.2), 1e-6)
+
+    def linear(self, architecture: Architecture) -> FusedFactors:
+        factors = tuple(self.tensor(*pattern.factor_shape, deviation=pattern.c**-0.5) for pattern in architecture)
+        return FusedFactors(factors, self.tensor(architecture.out_features, deviation=0.1))
+
+
+Compute = Callable[[Tensor, ops.Operation], Tensor]
+
+
+def plainly(x: Tensor, operation: ops.Operation) -> Tensor:
+    return operation.plainly(x)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is computed: a function of x that gets ``ops.run`` or ``plainly``, and ``operands``, whose layers are of factors."""
+
+    function: Callable[..., Tensor]
+    operands: tuple[Any, ...] = ()
+
+    def by(self, compute: Compute) -> Run:
+        """The operation by kernels or by its definition."""
+        return lambda x: self.function(compute, x, *self.operands)
+
+    @cached_property
+    def dense(self) -> Operation:
+        return replace(self, operands=tuple(map(_dense, self.operands)))
+
+    def work(self, moved: int, rows: int) -> Work:
+        """What it must spend: ``moved`` bytes of inputs and outputs, weights once, and the products with these."""
+        weights = [each for operand in self.operands for each in _weights(operand)]
+        return Work(moved + sum(each.nbytes for each in weights), 2 * rows * sum(each.numel() for each in weights))
+
+    def runs(self, place: Place) -> dict[str, Run | str]:
+        """The candidates that every operation has."""
+        dense = self.dense.by(plainly)
+        return {
+            "fused": place.kernel(self.by(ops.run)),
+            "composed": self.by(plainly),
+            "dense": dense,
+            "dense fused": place.kernel(self.dense.by(ops.run)),
+            "dense compiled": place.compiled(dense, "max-autotune-no-cudagraphs"),
+        }
+
+    def case(self, x: Tensor, runs: Mapping[str, Run | str], *, checked: int | None = None, flops: int | None = None, **more: Any) -> Case:
+        """A case of which the first ``checked`` rows are held against float64; ``flops`` are given where it has no weights."""
+        exact = replace(self, operands=pytree.tree_map_only(Tensor, Tensor.double, self.operands))
+        with torch.no_grad():
+            truth = exact.by(plainly)(x[:checked].double())
+        moved = x.nbytes + len(x) * truth[0].numel() * x.element_size()
+        own, dense = (Work(moved, flops) if flops else each.work(moved, len(x)) for each in (self, self.dense))
+        works = {name: dense if name.startswith("dense") else own for name in runs}
+        return Case(runs, x, truth, range(len(truth)), works, **more)
+
+
+def _dense(operand: Any) -> Any:
+    if isinstance(operand, FusedFactors):
+        weight = factors_to_dense([factor.double() for factor in operand.factors])
+        return Dense(weight.to(operand.factors[0].dtype), operand.bias)
+    if isinstance(operand, list):  # one matrix, as models have it for q, k and v
+        weights, biases = zip(*map(_dense, operand), strict=True)
+        return [Dense(torch.cat(weights), torch.cat(biases))]
+    return operand
+
+
+def _weights(operand: Any) -> list[Tensor]:
+    if isinstance(operand, FusedFactors):
+        return list(operand.factors)
+    if isinstance(operand, Dense):
+        return [operand.weight]
+    return [each for member in operand for each in _weights(member)] if isinstance(operand, list) else []
+
+
+def _attention(compute: Compute, x: Tensor) -> Tensor:  # shapes: (images, tokens, 3 * width), (images, tokens, width)
+    q, k, v = x.unflatten(2, (3, -1, HEAD)).permute(2, 0, 3, 1, 4).unbind(0)
+    return compute(q, ops.Attention(k, v)).transpose(1, 2).flatten(2)
+
+
+def by_backend(backend: SDPBackend) -> Run:
+    """Attention by one of PyTorch's backends."""
+
+    def run(x: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return _attention(plainly, x)
+
+    return run
+
+
+def block_part(
+    place: Place,
+    *,
+    part: str,
+    width: int,
+    rows: int,
+    mode: str,
+    candidates: tuple[str, ...],
+    architecture: str = "gonon",
+    activation: str = "gelu",
+    tokens: int = TOKENS,
+) -> Case:
+    """A part of a block, converted, and those of its candidates that are named."""
+    drawn, family = Drawn(place, mode), FAMILIES[architecture]
+    norm, x, square = drawn.norm(width), drawn.tensor(rows, width), family(width, width)
+    how: dict[str, Any] = {"worst": 2}
+    if part == "feed-forward":
+        up, down = drawn.linear(family(4 * width, width)), drawn.linear(family(width, 4 * width))
+        operation = Operation(lambda compute, x, *own: compute(x, ops.FeedForward(*own)), (norm, up, down, activation))
+        how = {"worst": 3, "base": x}
+    elif part == "norm and q, k, v":
+        group = [drawn.linear(square) for _ in range(3)]
+        operation = Operation(lambda compute, x, *own: compute(x, ops.NormLinears(*own)), (norm, group))
+    elif part == "output projection":
+        operation = Operation(lambda compute, x, linear: compute(x, ops.LinearResidual(linear, x)), (drawn.linear(square),))
+    else:  # q, k and v as views of what one linear gives
+        operation, x = Operation(_attention), drawn.tensor(rows // tokens, tokens, 3 * width)
+        how |= {"checked": 8, "flops": 4 * rows * tokens * width}
+    known = operation.runs(place)
+    if part == "attention":  # it has no factors
+        known = {name: known[name] for name in ("dense", "dense fused")}
+        known |= {"cudnn": by_backend(SDPBackend.CUDNN_ATTENTION), "flash": by_backend(SDPBackend.FLASH_ATTENTION)}
+    runs = {name: known[name] for name in candidates if name in known}
+    return operation.case(x, runs, **how)
+
+
+LAYERS: dict[str, tuple[Architecture, int]] = {
+    "square": (gonon(384, 384), 1),
+    "qkv": (gonon(384, 384), 3),
+    "up": (gonon(1536, 384), 1),
+    "down": (gonon(384, 1536), 1),
+    "monarch square": (monarch(384, 384), 1),
+    "monarch up": (monarch(1536, 384), 1),
+    "monarch down": (monarch(384, 1536), 1),
+}
+"""The layers of a ViT-S/16's block, and how many linears each is."""
+
+
+def factor_gradients(place: Place, *, layer: str, rows: int, mode: str) -> Case:
+    """The gradients of a layer's factors. x holds the layer's inputs and its outputs' gradient."""
+    architecture, linears = LAYERS[layer]
+    drawn = Drawn(place, mode)
+    factors = [factor for _ in range(linears) for factor in drawn.linear(architecture).factors]
+
+    def parts(both: Tensor) -> tuple[Tensor, Tensor]:  # shapes: (rows, in_features), (rows, linears * out_features)
+        x, dy = both.split((rows * architecture.in_features, rows * linears * architecture.out_features))
+        return x.view(rows, -1), dy.view(rows, -1)
+
+    def einsum(both: Tensor) -> Tensor:
+        (x, dy), found = parts(both), list[Tensor]()
+        for left, right, own in zip(factors[::2], factors[1::2], dy.chunk(linears, dim=1), strict=True):
+            left, right = left.to(x.dtype), right.to(x.dtype)
+            pairs = (left, own, ks_einsum(x, right)), (right, ks_einsum(own, left.transpose(1, 2)), x)
+            for factor, ahead, behind in pairs:
+                a, b, c, d = factor.shape
+                found.append(torch.einsum("nipj,niqj->ipqj", ahead.unflatten(1, (a, b, d)), behind.unflatten(1, (a, c, d))))
+        return torch.cat([gradient.flatten() for gradient in found])
+
+    def kernel(both: Tensor) -> Tensor:
+        x, dy = parts(both)
+        return torch.cat([gradient.flatten() for gradient in all_gradients(dy, x, factors, linears, mode, False, False)])
+
+    both = drawn.tensor(rows * (architecture.in_features + linears * architecture.out_features))
+    truth = einsum(both.double())
+    work = Work(both.nbytes + truth.numel() * both.element_size(), 2 * rows * truth.numel())
+    return Case({"cuda": place.kernel(kernel), "einsum": einsum}, both, truth, range(len(truth)), work, "einsum")
+
 
 SIZES = (*((images, 197, 6) for images in (8, 16, 32, 64, 128, 256)), (128, 197, 3), (128, 197, 12), (128, 50, 12), (64, 257, 16))
 """Images, tokens and heads of 64 features of timm's models."""

@@ -56,7 +56,7 @@ from flysurgery.bench.rows import read_table
 from flysurgery.bench.timing import synchronize
 from flysurgery.bench.variants import by_definition, fused_modules
 from flysurgery.calibration import Samples
-from flysurgery.cli.options import device_of
+from flysurgery.cli.bench_run import prepare
 from flysurgery.cli.tables import print_table
 from flysurgery.errors import OptionError
 from flysurgery.fidelity import Reconstruction
@@ -289,10 +289,9 @@ def main() -> None:
         check_plot(options.plot)
         draw(read_table(options.out)[1], options.plot)
         return
-    device = torch.device("cpu") if options.save is not None else device_of(options.device)
+    device = prepare(options.device if options.save is None else "cpu", options.threads)
     if device.type != "cuda" and not quick and options.save is None:
         raise SystemExit("this needs a CUDA device; --quick runs on a CPU too, on few crops and without times")
-    recipe.device_and_modes(options)
     photographs = photographs_in(options.photographs, options.most or (QUICK_PHOTOGRAPHS if quick else None))
     if options.save is not None:
         save_focus(weights(options, photographs), options.save)

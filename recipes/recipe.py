@@ -25,8 +25,7 @@ from flysurgery.bench.measuring import MEASURED
 from flysurgery.bench.rows import Job
 from flysurgery.cli.app import sentence_if_full
 from flysurgery.cli.bench import TIMES
-from flysurgery.cli.bench_run import BenchRun, print_records
-from flysurgery.cli.options import device_of
+from flysurgery.cli.bench_run import BenchRun, prepare, print_records
 from flysurgery.errors import FlysurgeryError, OptionError, first_line
 
 Number = TypeVar("Number", int, float)
@@ -139,26 +138,26 @@ def _reader(axis: str, table: Table) -> Callable[[str], tuple[Any, ...]]:
     """What reads other values of an axis: numbers, the names that the table has, or any names."""
     values = table.axes[axis]
     if axis == "mode" or axis in table.free:
-        return lambda text: tuple(part.strip() for part in text.split(","))
+        return listed(str)
     if axis == "seed":
-        return whole_numbers
+        return listed(int)
     if isinstance(values[0], int):
-        return counts
+        return listed(count)
     return some_of(*values)
 
 
 def measure_table(tables: Mapping[str, Table], options: argparse.Namespace) -> list[Record]:
     """Measure the cases of a table that have no rows yet, and print all its rows."""
     table = tables[options.table]
-    usual = table.quick.get("mode", ("fp32",)) if options.quick else table.axes.get("mode", ("fp32",))
-    device, modes = device_and_modes(options, usual)
+    device = prepare(options.device, options.threads)
     if table.needs_cuda and device.type != "cuda" and not options.quick:
         raise SystemExit("this needs a CUDA device; --quick runs on a CPU too, on few cases and without the kernels")
     seconds, rounds = (options.seconds / 10, 5) if options.quick else (options.seconds, table.rounds)
     place = Place(device, Protocol("graph", rounds, seconds, 0 if "seed" in table.axes else options.seed), options.quick)
     given = {axis: values for axis in table.axes if (values := getattr(options, axis)) is not None}
     if "mode" in table.axes:
-        given["mode"] = modes
+        usual = table.quick.get("mode", ("fp32",)) if options.quick else table.axes["mode"]
+        given["mode"] = modes_of(",".join(options.mode or usual), device)
     known = table.heads(place, **given)
     chosen = [head for head in known if options.only.search(name_of(head))][options.cases][: table.few if place.quick else None]
     if not chosen:
@@ -204,12 +203,13 @@ def _timed(table: Table, place: Place, head: Record, extra: Mapping[str, Any], m
     return rows if meter is None else with_joules(rows, ready(), head["mode"], meter)
 
 
-def counts(text: str) -> tuple[int, ...]:
-    return tuple(count(part) for part in text.split(","))
+def listed(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """What reads values of a kind that commas separate."""
 
+    def values(text: str) -> tuple[Any, ...]:
+        return tuple(kind(part.strip()) for part in text.split(","))
 
-def whole_numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+    return values
 
 
 def stretch(text: str) -> slice:
@@ -222,14 +222,12 @@ def stretch(text: str) -> slice:
 def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
     """What reads known names separated by commas."""
 
-    def read(text: str) -> tuple[str, ...]:
-        found = tuple(part.strip() for part in text.split(","))
-        for name in found:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"there is no '{name}'; choose from {', '.join(known)}")
-        return found
+    def known_name(name: str) -> str:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"there is no '{name}'; choose from {', '.join(known)}")
+        return name
 
-    return read
+    return listed(known_name)
 
 
 def expression(text: str) -> re.Pattern[str]:
@@ -267,14 +265,6 @@ def add_options(parser: argparse.ArgumentParser, *, seconds: float, seeded: bool
     if seeded:
         parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=duration, default=seconds, help="time for the samples of one candidate")
-
-
-def device_and_modes(options: argparse.Namespace, usual: Sequence[str] = ("fp32",)) -> tuple[torch.device, tuple[str, ...]]:
-    """The device that is meant, and the modes that ``--mode`` names or the usual ones; threads are set."""
-    device = device_of(options.device)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    return device, modes_of(",".join(getattr(options, "mode", None) or usual), device)
 
 
 def make(

@@ -101,7 +101,7 @@ def test_both_checkouts_take_turns_and_their_rows_are_kept(run_gate: RunGate, tm
 
 
 def test_every_kind_of_case_is_right_and_timed() -> None:
-    import gate_cases as cases
+    import gate as cases
 
     for entry in cases.QUICK:
         torch.manual_seed(0)

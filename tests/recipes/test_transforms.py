@@ -14,28 +14,28 @@ from tests.recipes.conftest import RunRecipe
 
 
 @pytest.fixture
-def learned_transforms() -> Any:
-    import learned_transforms
+def transforms() -> Any:
+    import transforms
 
-    return learned_transforms
+    return transforms
 
 
-def test_rounded_choices_are_permutations_and_others_mix_them(learned_transforms: Any) -> None:
+def test_rounded_choices_are_permutations_and_others_mix_them(transforms: Any) -> None:
     row = torch.arange(16.0).view(1, 1, 16)
     only_a, only_c = (torch.tensor(choice).expand(1, 3, 3) for choice in ([1.0, 0, 0], [0.0, 0, 1]))
-    assert torch.equal(learned_transforms.permute(row, only_a)[0, 0].long(), bit_reversal(16))
-    assert learned_transforms.permute(row[..., :8], only_c[:, :1])[0, 0].tolist() == [0, 1, 2, 3, 7, 6, 5, 4]
-    half = learned_transforms.permute(row, only_a[:, :1] * torch.tensor([0.25, 0, 0]))
+    assert torch.equal(transforms.permute(row, only_a)[0, 0].long(), bit_reversal(16))
+    assert transforms.permute(row[..., :8], only_c[:, :1])[0, 0].tolist() == [0, 1, 2, 3, 7, 6, 5, 4]
+    half = transforms.permute(row, only_a[:, :1] * torch.tensor([0.25, 0, 0]))
     assert torch.equal(half, 0.75 * row + 0.25 * torch.cat((row[..., ::2], row[..., 1::2]), -1))
 
 
-def test_bit_reversal_is_learned_with_the_fourier_transform(learned_transforms: Any) -> None:
+def test_bit_reversal_is_learned_with_the_fourier_transform(transforms: Any) -> None:
     dft = torch.fft.fft(torch.eye(8, dtype=torch.complex128), norm="ortho")
-    relaxed, errors, choices = learned_transforms.learn(dft, 1, starts=8, steps=800, seed=0)
+    relaxed, errors, choices = transforms.learn(dft, 1, starts=8, steps=800, seed=0)
     best = int(errors.argmin())
     assert float(errors[best]) < 1e-4 < float(relaxed.min())
     assert choices[best, 0, :, 0].tolist() == [1, 1], "the even entries come first on both levels"
-    order = learned_transforms.permute(torch.arange(8.0).view(1, 1, 8), choices[best].float())[0, 0].long()
+    order = transforms.permute(torch.arange(8.0).view(1, 1, 8), choices[best].float())[0, 0].long()
     assert project(dft[:, order], square_dyadic(8)).relative_error < 1e-10, "butterflies absorb the reversals of halves"
     assert project(dft, square_dyadic(8)).relative_error > 0.1
 
