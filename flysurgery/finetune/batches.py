@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,18 +30,17 @@ class Process:
     processes: int
 
 
-class Batches(ABC):
-    """``count`` batches of ``size`` images an epoch, on the device of this process."""
+@dataclass(frozen=True)
+class Batches:
+    """``count`` batches of ``size`` images an epoch.
 
-    def __init__(self, size: int, count: int, settings: Settings, here: Process) -> None:
-        self.size, self._count, self._settings, self._here = size, count, settings, here
+    ``epoch(number, start)`` gives pairs of normalized images and their classes, on the device of this process, from the batch numbered
+    ``start`` on.
+    """
 
-    def __len__(self) -> int:
-        return self._count
-
-    @abstractmethod
-    def epoch(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give pairs of normalized images and their classes, from the batch numbered ``start`` on."""
+    size: int
+    count: int
+    epoch: Callable[[int, int], Iterator[tuple[Tensor, Tensor]]]
 
 
 def check_augmentation(settings: Settings) -> None:
@@ -69,63 +67,59 @@ def batch_size_of(settings: Settings, images: int, processes: int, usual: int = 
     return size - size % 2 if settings.mixes and size > 1 else size
 
 
-class LoadedBatches(Batches):
-    """Pictures by timm's loader, with its random crops, policies and erasing, in processes of their own where that pays.
+def loaded_batches(
+    dataset: Any,
+    wanted: Preparation,
+    settings: Settings,
+    here: Process,
+    *,
+    crop: float,
+    flip: float,
+    in_memory: bool = False,
+    jitter: float = 0.4,
+) -> Batches:
+    """Read pictures by timm's loader, with its random crops, policies and erasing, in processes of their own where that pays.
 
     An epoch's order and distortions follow from the seed and the epoch's number. Batches before ``start`` are read and dropped, so
     that those after it are the same as in a whole epoch.
     """
+    from timm.data.loader import create_loader
 
-    def __init__(
-        self,
-        dataset: Any,
-        wanted: Preparation,
-        settings: Settings,
-        here: Process,
-        *,
-        crop: float,
-        flip: float,
-        in_memory: bool = False,
-        jitter: float = 0.4,
-    ) -> None:
-        from timm.data.loader import create_loader
+    workers = settings.workers
+    if workers is None:
+        workers = 0 if in_memory else min(MAX_WORKERS, (os.cpu_count() or 1) // max(1, here.processes))
+    size = batch_size_of(settings, len(dataset), here.processes)
+    loader: Any = create_loader(
+        dataset,
+        input_size=wanted.shape,
+        batch_size=size,
+        is_training=True,
+        scale=(crop if settings.crop is None else settings.crop, 1.0),
+        ratio=(0.9, 1.1) if in_memory else None,
+        hflip=flip if settings.flip is None else settings.flip,
+        color_jitter=jitter if wanted.channels == 3 and not in_memory else 0.0,
+        auto_augment=policy_of(settings),
+        re_prob=settings.erase,
+        interpolation=str(wanted.config["interpolation"]),
+        mean=wanted.mean,
+        std=wanted.std,
+        num_workers=workers,
+        distributed=here.processes > 1,
+        use_prefetcher=here.device.type == "cuda",
+        pin_memory=here.device.type == "cuda",
+        device=here.device,
+        persistent_workers=False,
+    )
 
-        workers = settings.workers
-        if workers is None:
-            workers = 0 if in_memory else min(MAX_WORKERS, (os.cpu_count() or 1) // max(1, here.processes))
-        size = batch_size_of(settings, len(dataset), here.processes)
-        self._loader: Any = create_loader(
-            dataset,
-            input_size=wanted.shape,
-            batch_size=size,
-            is_training=True,
-            scale=(crop if settings.crop is None else settings.crop, 1.0),
-            ratio=(0.9, 1.1) if in_memory else None,
-            hflip=flip if settings.flip is None else settings.flip,
-            color_jitter=jitter if wanted.channels == 3 and not in_memory else 0.0,
-            auto_augment=policy_of(settings),
-            re_prob=settings.erase,
-            interpolation=str(wanted.config["interpolation"]),
-            mean=wanted.mean,
-            std=wanted.std,
-            num_workers=workers,
-            distributed=here.processes > 1,
-            use_prefetcher=here.device.type == "cuda",
-            pin_memory=here.device.type == "cuda",
-            device=here.device,
-            persistent_workers=False,
-        )
-        super().__init__(size, len(self._loader), settings, here)
-
-    def epoch(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        sampler: Any = getattr(self._loader, "sampler", None)
+    def epoch(number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        sampler: Any = getattr(loader, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(number)
-        seed_everything(self._settings.seed, number, self._here.process)
-        batches = iter(self._loader)
-        for index in range(len(self)):
+        seed_everything(settings.seed, number, here.process)
+        batches = iter(loader)
+        for index in range(len(loader)):
             # pictures that are read in this process draw from its generators, so these start anew with each batch
-            seed_everything(self._settings.seed, number, self._here.process, index)
+            seed_everything(settings.seed, number, here.process, index)
             try:
                 images, classes = next(batches)
             except StopIteration:
@@ -133,44 +127,43 @@ class LoadedBatches(Batches):
             except DataError as error:
                 raise sentence_of(error) from error
             if index >= start:
-                yield images.to(self._here.device), classes.to(self._here.device)
+                yield images.to(here.device), classes.to(here.device)
+
+    return Batches(size, len(loader), epoch)
 
 
-class GeneratedBatches(Batches):
-    """Fractals made on the device. Every image is new: its number goes on through epochs and processes."""
+def generated_batches(images: Fractals, samples: int, settings: Settings, here: Process) -> Batches:
+    """Make fractals on the device. Every image is new: its number goes on through epochs and processes."""
+    size = batch_size_of(settings, samples, here.processes)
+    count = samples // (size * here.processes)
+    if not count:
+        raise DataError(
+            f"an epoch of {samples} generated images is less than one batch of {size} for each of "
+            f"{here.processes} processes; ask for more images an epoch"
+        )
 
-    def __init__(self, images: Fractals, samples: int, settings: Settings, here: Process) -> None:
-        size = batch_size_of(settings, samples, here.processes)
-        super().__init__(size, samples // (size * here.processes), settings, here)
-        self._images = images
-        if not len(self):
-            raise DataError(
-                f"an epoch of {samples} generated images is less than one batch of {size} for each of "
-                f"{here.processes} processes; ask for more images an epoch"
-            )
+    def epoch(number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(start, count):
+            batch = (number * count + index) * here.processes + here.process
+            yield images.batch(range(batch * size, (batch + 1) * size))
 
-    def epoch(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for index in range(start, len(self)):
-            batch = (number * len(self) + index) * self._here.processes + self._here.process
-            yield self._images.batch(range(batch * self.size, (batch + 1) * self.size))
+    return Batches(size, count, epoch)
 
 
-class ViewedBatches(Batches):
-    """Random views of pictures in memory, made on the device; what an epoch shows follows from the seed, its number and the process.
+def viewed_batches(pictures: Pictures, settings: Settings, here: Process) -> Batches:
+    """Make random views of pictures in memory, on the device; what an epoch shows follows from the seed, its number and the process.
 
     An update has as many of them as one of a reconstruction, unless the settings say otherwise.
     """
+    size = batch_size_of(settings, len(pictures), here.processes, VIEWS.get(here.device.type, VIEWS["cpu"]))
+    count, pictures = len(pictures) // (size * here.processes), pictures.to(here.device)
 
-    def __init__(self, pictures: Pictures, settings: Settings, here: Process) -> None:
-        size = batch_size_of(settings, len(pictures), here.processes, VIEWS.get(here.device.type, VIEWS["cpu"]))
-        super().__init__(size, len(pictures) // (size * here.processes), settings, here)
-        self._pictures = pictures.to(here.device)
+    def epoch(number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.from_numpy(np.random.default_rng((settings.seed, number)).permutation(len(pictures))).to(here.device)
+        none = torch.zeros(size, dtype=torch.long, device=here.device)
+        for index in range(start, count):
+            seed_everything(settings.seed, number, here.process, index)
+            batch = index * here.processes + here.process
+            yield views(pictures, order[batch * size : (batch + 1) * size]), none
 
-    def epoch(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        seed = self._settings.seed
-        order = torch.from_numpy(np.random.default_rng((seed, number)).permutation(len(self._pictures))).to(self._here.device)
-        none = torch.zeros(self.size, dtype=torch.long, device=self._here.device)
-        for index in range(start, len(self)):
-            seed_everything(seed, number, self._here.process, index)
-            batch = index * self._here.processes + self._here.process
-            yield views(self._pictures, order[batch * self.size : (batch + 1) * self.size]), none
+    return Batches(size, count, epoch)

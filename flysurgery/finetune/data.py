@@ -13,7 +13,7 @@ from torch import nn
 from flysurgery.errors import DataError
 from flysurgery.evaluation import Fractals, ImageData, Preparation, digits, load_data, preparation
 from flysurgery.evaluation.data import MADE, image_files
-from flysurgery.finetune.batches import Batches, GeneratedBatches, LoadedBatches, Process, ViewedBatches
+from flysurgery.finetune.batches import Batches, Process, generated_batches, loaded_batches, viewed_batches
 from flysurgery.finetune.pictures import (
     MOST_BYTES,
     class_folders,
@@ -97,7 +97,7 @@ def training_data(
     _check_batch(name, samples, settings)
 
     def open_(here: Process) -> Batches:
-        return LoadedBatches(dataset, wanted, settings, here, crop=least, flip=likely, in_memory=is_digits)
+        return loaded_batches(dataset, wanted, settings, here, crop=least, flip=likely, in_memory=is_digits)
 
     return TrainingData(str(name), found or classes or 0, samples, open_, labelled=classes != 0)
 
@@ -149,9 +149,9 @@ def _unlabelled(folder: Path, wanted: Preparation, settings: Settings, *, aside:
         pictures = None if settings.distorts else read_pictures(paths, wanted, most=room)
         if pictures is not None:
             _check_batch(folder, len(pictures), settings)
-            return ViewedBatches(pictures, settings, here)
+            return viewed_batches(pictures, settings, here)
         dataset = unlabelled_pictures(paths, wanted.channels, skips=True)
-        return LoadedBatches(dataset, wanted, settings, here, crop=VIEW_CROP, flip=0.5, jitter=0.0)
+        return loaded_batches(dataset, wanted, settings, here, crop=VIEW_CROP, flip=0.5, jitter=0.0)
 
     return TrainingData(str(folder), 0, len(paths), open_, labelled=False)
 
@@ -172,6 +172,6 @@ def _fractals(wanted: Preparation, classes: object, settings: Settings) -> Train
 
     def open_(here: Process) -> Batches:
         images = Fractals("train", classes, wanted.size, mean=wanted.mean, std=wanted.std, device=here.device, seed=settings.seed)
-        return GeneratedBatches(images, samples, settings, here)
+        return generated_batches(images, samples, settings, here)
 
     return TrainingData("fractals", classes, samples, open_)

@@ -85,10 +85,10 @@ class Loop:
 
     def __post_init__(self) -> None:
         accumulation = self.settings.accumulation
-        self._per_epoch = len(self.batches) // accumulation
+        self._per_epoch = self.batches.count // accumulation
         if not self._per_epoch:
             raise DataError(
-                f"{self.data.name} has {len(self.batches)} batches an epoch, fewer than the {accumulation} of one update; "
+                f"{self.data.name} has {self.batches.count} batches an epoch, fewer than the {accumulation} of one update; "
                 "lower the accumulation or the batch size"
             )
         self.images = self.batches.size * accumulation * self.accelerator.num_processes
