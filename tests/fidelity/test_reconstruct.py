@@ -169,7 +169,7 @@ FIT = """
 import json, sys, torch
 from torch import distributed as dist
 from flysurgery.calibration import Samples
-from flysurgery.fidelity import Settings, reconstruct, reconstruction, step
+from flysurgery.fidelity import Settings, reconstruct, reconstruction
 from flysurgery.fidelity.processes import Processes
 from tests.fidelity.test_reconstruct import images, pair
 kind, device = sys.argv[1], torch.device("cpu")
@@ -192,12 +192,12 @@ if kind == "cuda":
 student, teacher, cuts = pair()
 with torch.no_grad():
     student.blocks[0].attn.proj.weight.mul_(1 + rank)  # the first process's start is what counts
-drawn, views, affordable = [], step.views, reconstruction._affordable
+drawn, views, affordable = [], reconstruction.views, reconstruction._affordable
 def recorded(pictures, chosen, varied):
     if chosen.device.type == "cpu":
         drawn.append(chosen.tolist())
     return views(pictures, chosen, varied)
-step.views = recorded
+reconstruction.views = recorded
 reconstruction._affordable = lambda *given: affordable(*given) * 0 + 40 + rank  # two counts, of which the first process's holds
 student, teacher = student.to(device), teacher.to(device)
 done = reconstruct(student, teacher, Samples(images(40)), cuts, Settings(minutes=60, batch=8))
