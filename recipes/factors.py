@@ -26,8 +26,7 @@ Rows: recipes/results/patterns_h200.csv, recipes/results/energy_h200.csv, recipe
 
 from __future__ import annotations
 
-from factor_cases import CANDIDATES, FIRST, LAST, factor_case
-from paper_patterns import ROWS, energy_patterns, print_claims, print_energy, time_patterns
+from paper_patterns import CANDIDATES, FIRST, LAST, ROWS, energy_patterns, factor_case, print_claims, print_energy, time_patterns
 from recipe import Table, run
 from rivals import KINDS, rivals_case
 

