@@ -3,12 +3,12 @@
 from flysurgery.evaluation.against import check_comparable as check_comparable
 from flysurgery.evaluation.against import compare as compare
 from flysurgery.evaluation.against import cuts_by_place as cuts_by_place
-from flysurgery.evaluation.calibration import load_calibration as load_calibration
-from flysurgery.evaluation.calibration import load_unseen as load_unseen
 from flysurgery.evaluation.data import ImageData as ImageData
 from flysurgery.evaluation.data import Preparation as Preparation
 from flysurgery.evaluation.data import digits as digits
+from flysurgery.evaluation.data import load_calibration as load_calibration
 from flysurgery.evaluation.data import load_data as load_data
+from flysurgery.evaluation.data import load_unseen as load_unseen
 from flysurgery.evaluation.data import preparation as preparation
 from flysurgery.evaluation.evaluate import Accuracy as Accuracy
 from flysurgery.evaluation.evaluate import evaluate as evaluate

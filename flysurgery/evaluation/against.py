@@ -9,8 +9,7 @@ from torch import nn
 
 from flysurgery.calibration import Samples, samples_of, unchanged_state
 from flysurgery.errors import DataError, OptionError, SurgeryError, WalkError
-from flysurgery.evaluation.calibration import load_unseen
-from flysurgery.evaluation.data import preparation
+from flysurgery.evaluation.data import load_unseen, preparation
 from flysurgery.fidelity import Fidelity, measure_fidelity
 from flysurgery.surgery import classes_of, is_optimized, plan_of
 from flysurgery.walker import Cut, find_cuts, survey

@@ -1,11 +1,12 @@
-"""Images with their classes, prepared for one model: digits, fractals, or a folder."""
+"""Images prepared for one model: digits, fractals, folders; with their classes, or without them to calibrate with."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
+from flysurgery.calibration import ASPECT, DEFAULT_SAMPLES, SIDES, Pictures, Samples, samples_of
 from flysurgery.errors import DataError, WalkError, first_line
 from flysurgery.evaluation.fractals import Fractals
 from flysurgery.surgery import classes_of
@@ -131,7 +133,7 @@ def load_data(name: str | Path, model: nn.Module) -> ImageData:
         dataset = made(str(name), "held-out", model, wanted)
         data = ImageData(str(name), dataset, len(dataset), dataset.classes if isinstance(dataset, Fractals) else 10)
     else:
-        data = _folder(Path(name), wanted)
+        data = _labelled_folder(Path(name), wanted)
     classes = classes_of(model)
     if classes is not None and classes != data.num_classes:
         raise DataError(f"{name} has {data.num_classes} classes and the model tells {classes} apart; they must be the same")
@@ -175,7 +177,7 @@ def digits(part: Part, size: tuple[int, int], *, mean: Sequence[float], std: Seq
     return TensorDataset((images - center) / scale, torch.tensor(found.target[chosen], dtype=torch.int64))
 
 
-def _folder(folder: Path, wanted: Preparation) -> ImageData:
+def _labelled_folder(folder: Path, wanted: Preparation) -> ImageData:
     if not folder.is_dir():
         raise DataError(
             f"there is no data set '{folder}': expected 'digits', 'fractals' or a folder with one folder of images for each class"
@@ -227,3 +229,98 @@ def read_many(read: Callable[[Item], Tensor], items: Iterable[Item]) -> Iterator
 def sentence_of(error: DataError) -> DataError:
     """Give the error of a reading process as its sentence alone: the process sends it as the last line of a traceback."""
     return DataError(str(error).strip().splitlines()[-1].rpartition("DataError: ")[2])
+
+
+def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None = None, pictures: bool = False) -> Samples:
+    """Take ``samples`` images of the data set ``name``, prepared for ``model``, whose weights may be on the meta device.
+
+    "digits" and "fractals" are the parts of these that ``load_data`` does not measure on. A folder may hold images at any depth; what
+    its folders are called does not matter. Images that cannot be read are left out, and named in ``Samples.skipped``. The
+    images are spread evenly over the sorted names. By default 512 are taken, or as many as there are. With ``pictures`` those of a folder
+    are kept in full as well, at up to twice the model's input, to take views of them.
+
+    Raises:
+        DataError: there is no such data set, it has fewer readable images than ``samples``, or fewer than two, or all are of one colour.
+        OptionError: ``samples`` below 2.
+    """
+    wanted = preparation(model)
+    if str(name) in MADE:
+        dataset = made(str(name), "train", model, wanted)
+        count = samples or DEFAULT_SAMPLES
+        inputs = torch.stack([dataset[index][0] for index in _order(len(dataset), count)[:count]])
+        return samples_of(Samples(inputs, str(name)), count=samples, shape=wanted.shape)
+    if not Path(name).is_dir():
+        raise DataError(f"there is no data set '{name}': expected 'digits', 'fractals' or a folder of images")
+    return _unlabelled_folder(Path(name), wanted, samples, pictures=pictures)
+
+
+def load_unseen(name: str | Path, model: nn.Module, *, samples: int | None = None) -> Samples:
+    """Load images to compare models on, prepared for ``model``: of "digits" and "fractals" those that calibration does not take.
+
+    Anything else is a folder of images at any depth. Takes ``samples`` of them, by default 512 or as many as there are.
+
+    Raises:
+        DataError: there is no such data set, it has fewer readable images than ``samples``, or fewer than two, or all are of one colour.
+        OptionError: ``samples`` below 2.
+    """
+    if str(name) not in MADE:
+        return load_calibration(name, model, samples=samples)
+    wanted = preparation(model)
+    dataset = made(str(name), "held-out", model, wanted)
+    count = samples if samples is not None else min(len(dataset), DEFAULT_SAMPLES)
+    return replace(samples_of(dataset, count=count, shape=wanted.shape), name=str(name))
+
+
+def _unlabelled_folder(folder: Path, wanted: Preparation, samples: int | None, *, pictures: bool) -> Samples:
+    transform, paths = wanted.transform(), image_files(folder)
+    count = samples or DEFAULT_SAMPLES
+    inputs: list[Tensor] = []
+    kept: list[Tensor] = []
+    skipped: list[str] = []
+    for index in _order(len(paths), count):
+        try:
+            image = read_image(paths[index], wanted.channels)
+        except DataError:
+            skipped.append(paths[index].relative_to(folder).as_posix())
+            continue
+        inputs.append(transform(image))
+        if pictures:
+            kept.append(picture_of(image, wanted.size))
+        if len(inputs) == count:
+            break
+    if not inputs:
+        raise DataError(f"none of the {len(paths)} images in {folder} can be read, the first is {skipped[0]}")
+    if skipped and len(inputs) < (samples or 2):
+        raise DataError(
+            f"{folder}: {samples or 2} samples are needed, and only {len(inputs)} images can be read; "
+            f"unreadable are {', '.join(skipped[:5])}{', ...' if len(skipped) > 5 else ''}"
+        )
+    check_not_blank(inputs)
+    found = samples_of(Samples(torch.stack(inputs), str(folder), tuple(skipped)), count=samples, shape=wanted.shape)
+    if not kept:
+        return found
+    fit = [kept[index] for index in found.fit_positions()]
+    return replace(found, pictures=Pictures.of_images(fit, wanted.size, wanted.mean, wanted.std))
+
+
+def _order(count: int, wanted: int) -> Sequence[int]:
+    """Order all positions: first ``wanted`` of them that are spread evenly, then the others, to make up for unreadable images."""
+    chosen = [index * count // wanted for index in range(wanted)] if count > wanted else list(range(count))
+    return chosen + sorted(set(range(count)) - set(chosen))
+
+
+def check_not_blank(images: Sequence[Tensor]) -> None:
+    """Refuse images of shape (channels, height, width) that are of one colour each (DataError)."""
+    if all(bool((image == image[:, :1, :1]).all()) for image in images):
+        raise DataError(f"all {len(images)} images are of one colour each, from which nothing can be learned; give photographs")
+
+
+def picture_of(image: Image.Image, size: tuple[int, int]) -> Tensor:
+    """Give a PIL image as uint8 of shape (channels, height, width), for ``Pictures``: scaled down, and cut where it is long."""
+    scale = min(1.0, SIDES * max(size) / min(image.size))
+    width, height = (max(1, round(side * scale)) for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BICUBIC) if scale < 1 else image
+    longest = math.ceil(ASPECT * min(width, height))
+    left, upper = max(0, (width - longest) // 2), max(0, (height - longest) // 2)
+    pixels = np.array(image.crop((left, upper, left + min(width, longest), upper + min(height, longest))))
+    return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).movedim(-1, 0)

@@ -16,8 +16,7 @@ from torch.utils.data import Dataset
 from flysurgery.calibration import Pictures, main_output, unchanged_state
 from flysurgery.errors import DataError, first_line
 from flysurgery.evaluation import Preparation, digits
-from flysurgery.evaluation.calibration import check_not_blank, picture_of
-from flysurgery.evaluation.data import image_files, read_image, read_many
+from flysurgery.evaluation.data import check_not_blank, image_files, picture_of, read_image, read_many
 from flysurgery.surgery import classes_of
 from flysurgery.walker import example_input
 
