@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from flysurgery.errors import DataError, TrainingError
 from flysurgery.fidelity import Copied, moments, rate_for
-from flysurgery.finetune.batches import Batches
-from flysurgery.finetune.data import TrainingData
+from flysurgery.finetune.data import Batches, TrainingData
 from flysurgery.finetune.devices import sharded
 from flysurgery.finetune.measure import Judge, Look
 from flysurgery.finetune.settings import Settings

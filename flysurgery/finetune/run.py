@@ -12,8 +12,7 @@ from torch import nn
 from flysurgery.errors import OptionError, TrainingError
 from flysurgery.evaluation import Accuracy, Fractals, ImageData
 from flysurgery.fidelity import Fidelity
-from flysurgery.finetune.batches import Process, check_augmentation
-from flysurgery.finetune.data import TrainingData
+from flysurgery.finetune.data import Process, TrainingData, check_augmentation
 from flysurgery.finetune.devices import accelerator_for, sharded
 from flysurgery.finetune.loop import Loop, Progress
 from flysurgery.finetune.measure import Judge

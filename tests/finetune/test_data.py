@@ -13,7 +13,7 @@ from flysurgery.checkpoint import build_base
 from flysurgery.errors import DataError
 from flysurgery.evaluation import preparation
 from flysurgery.finetune import Settings, held_out_data, training_data
-from flysurgery.finetune.batches import Batches, Process
+from flysurgery.finetune.data import Batches, Process
 from flysurgery.finetune.pictures import read_pictures, unlabelled_files
 from tests.finetune.conftest import built
 
