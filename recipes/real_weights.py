@@ -44,9 +44,8 @@ import recipe
 import torch
 from focus_model import FocusModel, check, compare, from_onnx, load_focus, read_wheel, save_focus, seen
 from photograph_crops import Photographs, calibration_crops, judging_crops, photographs_in
-from pruning import prune_to_inputs
 from torch import nn
-from weight_ways import COMPILED, DENSE, RIVALS, STEPS, Way, linears_of, ways_of
+from weight_ways import COMPILED, DENSE, RIVALS, STEPS, Way, linears_of, prune_to_inputs, ways_of
 
 from flysurgery import surgery
 from flysurgery.bench import Case, Protocol, Record, check_plot, in_mode, measure

@@ -12,10 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from pruning import largest, prune, two_of_four
 from recipe import NEEDS_CUDA, Place, Run
 from torch import Tensor, nn
-from weight_ways import INT8, quantize, store_sparse
+from weight_ways import INT8, largest, prune, quantize, store_sparse, two_of_four
 
 from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.bench.ceilings import Work

@@ -151,8 +151,7 @@ def test_pruning_keeps_the_two_largest_of_four() -> None:
 
 
 def test_unstructured_pruning_keeps_as_many_weights_as_the_butterfly_and_a_fit_keeps_the_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pruning import largest, prune_to_inputs, two_of_four
-    from weight_ways import FAMILIES, RIVALS, linears_of
+    from weight_ways import FAMILIES, RIVALS, largest, linears_of, prune_to_inputs, two_of_four
 
     torch.manual_seed(0)
     dense = timm.create_model("test_vit", num_classes=0, img_size=32, patch_size=8, depth=2)
@@ -176,7 +175,7 @@ def test_unstructured_pruning_keeps_as_many_weights_as_the_butterfly_and_a_fit_k
 
 
 def test_a_fit_of_kept_weights_is_the_least_squares_solution() -> None:
-    from pruning import largest, prune_to_inputs
+    from weight_ways import largest, prune_to_inputs
 
     torch.manual_seed(0)
     dense = nn.Sequential(nn.Linear(6, 5))
