@@ -1,4 +1,4 @@
-"""What recipes compute themselves: patterns, claims, measures, joules, usable photographs and crops, on data of known answers."""
+"""What recipes compute themselves: measures, joules, weights, photographs and crops, transforms, on data of known answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -25,7 +25,9 @@ from flysurgery.bench.variants import by_definition, dense_copy
 from flysurgery.calibration import Samples, inputs_of
 from flysurgery.checkpoint import build_base
 from flysurgery.errors import FlysurgeryError, OptionError
-from flysurgery.projection import metric_of
+from flysurgery.factors import bit_reversal
+from flysurgery.patterns import square_dyadic
+from flysurgery.projection import metric_of, project
 from tests.recipes.conftest import RECIPES, picture
 
 BASE = "vit_tiny_patch16_224"
@@ -67,48 +69,21 @@ def test_a_model_that_cannot_be_taken_apart_is_refused() -> None:
         parts("paper", "resnet18", "gonon")
 
 
-@pytest.fixture
-def energy() -> Any:
+def test_power_is_that_between_steps_of_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     import energy
 
-    return energy
-
-
-def stepping(energy: Any) -> Any:
-    """A device at 100 watts, whose counter is updated every 20 ms."""
-
-    class Stepping(energy.EnergyMeter):
-        def __init__(self) -> None:
-            pass
-
-        def joules(self) -> float:
-            return 100 * (time.perf_counter() // 0.02 * 0.02)
-
-    return Stepping()
-
-
-def test_power_is_that_between_steps_of_the_counter(energy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Waiting:
-        """Each call of the work takes 10 ms."""
-
-        def __init__(self, work: Any) -> None:
-            self.go_on = work
-
-        def work_ms(self) -> float:
-            return 10.0
-
-    monkeypatch.setattr(energy, "Busy", Waiting)
+    meter = object.__new__(energy.EnergyMeter)
+    # 100 watts, of a counter that is updated every 20 ms, and two inputs a time in work of 10 ms
+    monkeypatch.setattr(meter, "joules", lambda: 100 * (time.perf_counter() // 0.02 * 0.02))
+    monkeypatch.setattr(energy, "Busy", lambda work: SimpleNamespace(go_on=work, work_ms=lambda: 10.0))
     monkeypatch.setattr(energy, "all_calls", lambda *_: (lambda: time.sleep(1e-4), "eager"))
     monkeypatch.setattr(energy, "rotating", lambda x: [x, x])
-    meter = stepping(energy)
     meter.seconds = 0.1
-    found = meter.measure(lambda x: x, torch.zeros(1))
-    assert found == pytest.approx(0.5, rel=0.1), "two inputs a time"
+    assert meter.measure(lambda x: x, torch.zeros(1)) == pytest.approx(0.5, rel=0.1)
     monkeypatch.setattr(energy, "STUCK_SECONDS", 0.01)
-    still = stepping(energy)
-    still.joules = lambda: 1.0
+    monkeypatch.setattr(meter, "joules", lambda: 1.0)
     with pytest.raises(OptionError, match="energy counter stood still"):
-        still.watts(lambda: None, 1.0)
+        meter.watts(lambda: None, 1.0)
 
 
 def test_a_wrong_mapping_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,3 +227,27 @@ def test_held_out_samples_show_other_photographs() -> None:
         assert held and fitted and not held & fitted
     assert len(set(order(40, 10, seed=1))) == 10, "all are shown"
     assert order(40, 10, seed=1) != order(40, 10, seed=2)
+
+
+def test_rounded_choices_are_permutations_and_others_mix_them() -> None:
+    import transforms
+
+    row = torch.arange(16.0).view(1, 1, 16)
+    only_a, only_c = (torch.tensor(choice).expand(1, 3, 3) for choice in ([1.0, 0, 0], [0.0, 0, 1]))
+    assert torch.equal(transforms.permute(row, only_a)[0, 0].long(), bit_reversal(16))
+    assert transforms.permute(row[..., :8], only_c[:, :1])[0, 0].tolist() == [0, 1, 2, 3, 7, 6, 5, 4]
+    half = transforms.permute(row, only_a[:, :1] * torch.tensor([0.25, 0, 0]))
+    assert torch.equal(half, 0.75 * row + 0.25 * torch.cat((row[..., ::2], row[..., 1::2]), -1))
+
+
+def test_bit_reversal_is_learned_with_the_fourier_transform() -> None:
+    import transforms
+
+    dft = torch.fft.fft(torch.eye(8, dtype=torch.complex128), norm="ortho")
+    relaxed, errors, choices = transforms.learn(dft, 1, starts=8, steps=800, seed=0)
+    best = int(errors.argmin())
+    assert float(errors[best]) < 1e-4 < float(relaxed.min())
+    assert choices[best, 0, :, 0].tolist() == [1, 1], "the even entries come first on both levels"
+    order = transforms.permute(torch.arange(8.0).view(1, 1, 8), choices[best].float())[0, 0].long()
+    assert project(dft[:, order], square_dyadic(8)).relative_error < 1e-10, "butterflies absorb the reversals of halves"
+    assert project(dft, square_dyadic(8)).relative_error > 0.1

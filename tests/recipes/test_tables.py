@@ -220,3 +220,17 @@ def test_rows_are_published_beside_those_of_other_tables(run_recipe: RunRecipe, 
         ("table3", "FFN", "7"),
         *(("table6", "linear N x N", "") for _ in rows),
     ]
+
+
+def test_butterflies_recover_every_transform_and_rivals_of_equal_size_do_not(run_recipe: RunRecipe) -> None:
+    rows = run_recipe("transforms.py recovered", "--n", "64")
+    errors = {(row["transform"], row["candidate"]): float(row["rmse"]) for row in rows}
+    ours = {key for key in errors if key[1].startswith("butterfly")}
+    assert {name for name, _ in ours} == {"dft", "dct", "dst", "hadamard", "hartley", "convolution"} and len(ours) == 9
+    assert all(errors[key] < 1e-6 for key in ours) and all(errors[key] > 5e-3 for key in errors.keys() - ours)
+
+
+def test_timed_transforms_are_right(run_recipe: RunRecipe) -> None:
+    rows = run_recipe("transforms.py times", "--n", "2,64", "--rows", "3")
+    assert [row["candidate"] for row in rows if row["n"] == "64"] == ["fft", "fft again", "dense", "radix 2", "radix 8"]
+    assert all(row["status"].startswith(("ok", "noisy")) and float(row["median_ms"]) > 0 for row in rows)
