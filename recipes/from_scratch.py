@@ -64,12 +64,6 @@ WAYS: Mapping[str, tuple[str, float]] = {
 GREY: dict[str, Any] = {"in_chans": 1, "num_classes": 10}
 
 
-def demo_vit() -> nn.Module:
-    """A model of the demo model's shape."""
-    _, base, base_args = load_dense(DEMO)
-    return build_base(base, base_args)
-
-
 @dataclass(frozen=True)
 class Kind:
     """A kind of model: what builds the small one, the pixels of its images' sides, timm's name of the real one, and its ways."""
@@ -91,7 +85,7 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     "mixer": Kind(partial(MlpMixer, img_size=8, patch_size=2, embed_dim=96, num_blocks=4, **GREY), 8, "mixer_s16_224"),
-    "vit": Kind(demo_vit, 8, VIT_S),
+    "vit": Kind(lambda: build_base(*load_dense(DEMO)[1:]), 8, VIT_S),
     "convmixer": Kind(partial(ConvMixer, dim=96, depth=4, kernel_size=3, patch_size=1, **GREY), 8, "convmixer_768_32", (DENSE, MONARCH)),
     "mobilenet": Kind(partial(timm.create_model, "mobilenetv3_small_050", **GREY), 32, "mobilenetv3_large_100", (DENSE, MONARCH)),
 }
