@@ -171,7 +171,8 @@ def share_case(place: Place, *, model: str, batch: int, mode: str) -> Case:
     modules = {name: module.eval().requires_grad_(False).to(dtype) for name, module in made.items()}
     inputs = {name: torch.randn(shape, device=place.device, dtype=dtype) for name, shape in shapes.items()}
     found = {name: definitions({name: module}, inputs[name], rows) for name, module in modules.items()}
-    truths, works = ({name: each[part][name] for name, each in found.items()} for part in (0, 1))
+    truths = {name: own[name] for name, (own, _) in found.items()}
+    works = {name: own[name] for name, (_, own) in found.items()}
     return Case(modules, inputs, truths, rows, works, notes={"paper_ratio": {LINEARS: PAPER_SHARES.get(model, {}).get(mode)}})
 
 
