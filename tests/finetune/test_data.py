@@ -70,7 +70,7 @@ def test_an_epoch_begun_in_its_middle_has_the_same_batches(pictures: Path, photo
     assert [share.count for share in shares] == [2, 2]
     assert not torch.equal(*(next(share.epoch(0, 0))[0] for share in shares)), "processes have views of their own"
     batches = training_data(photographs, built(num_classes=0), Settings(erase=0.5, workers=0), teacher=True).open(HERE)
-    assert "loaded" in batches.epoch.__qualname__ and batches.size == 36, "views cannot erase, and a batch that was not asked for is lowered"
+    assert "loaded" in batches.epoch.__qualname__ and batches.size == 36, "views cannot erase, and the default batch is lowered"
     assert next(batches.epoch(0, 0))[0].shape == (36, 1, 8, 8)
 
 
