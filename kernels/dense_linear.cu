@@ -25,10 +25,10 @@
 // PATCH_WIDE pixels, all channels one after the other: patches are read where they lie, image by image, row by row. Each image has PREFIX rows of
 // y before its patches. RESIDUAL then adds a position: `residual` has the rows of one image, first the PREFIX ones as they are to be in y.
 //
-// Gated: half of the outputs of a block are a gate's and half the value's at the same places, and y = act(gate) * value, of OUT / 2 columns.
+// Gated: half of the outputs of a block are a gate's and half the value's at the same places, and y = act(gate) * value, of OUT_FEATURES / 2 columns.
 //
-// Defines: IN, OUT, MODE, ACTIVATION (exact_activation.cuh), GATED, RESIDUAL, PATCH_HIGH, PATCH_WIDE, PREFIX, WARPS, COLUMNS, STAGES.
-// Limits: sm_90a; rows of x of whole batches, beginning at multiples of 16 bytes, as those of the residual; OUT a multiple of COLUMNS.
+// Defines: IN_FEATURES, OUT_FEATURES, MODE, ACTIVATION (exact_activation.cuh), GATED, RESIDUAL, PATCH_HIGH, PATCH_WIDE, PREFIX, WARPS, COLUMNS, STAGES.
+// Limits: sm_90a; rows of x of whole batches, beginning at multiples of 16 bytes, as those of the residual; OUT_FEATURES a multiple of COLUMNS.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
 #include "scale.cuh"
@@ -36,8 +36,8 @@
 
 constexpr bool kFloat = MODE >= 2, kPairs = MODE == 3;
 constexpr int kElem = kFloat ? 4 : 2;
-constexpr int kTiles = COLUMNS / 8, kColumnTiles = OUT / COLUMNS;
-constexpr int kBatch = 128 / kElem, kSteps = kBatch / 16, kBatches = IN / kBatch;  // inputs and k16 steps of a batch
+constexpr int kTiles = COLUMNS / 8, kColumnTiles = OUT_FEATURES / COLUMNS;
+constexpr int kBatch = 128 / kElem, kSteps = kBatch / 16, kBatches = IN_FEATURES / kBatch;  // inputs and k16 steps of a batch
 constexpr int kImageBytes = kBatch * COLUMNS * 2, kPanelBytes = kImageBytes * (kPairs ? 2 : 1);
 constexpr int kStageBytes = 16 * 128;
 constexpr int kUnitWarps = 4, kUnits = WARPS / kUnitWarps, kUnitRows = 16 * kUnitWarps;
@@ -46,13 +46,13 @@ constexpr int kHalves = GATED ? 2 : 1, kVectors = kTiles / kRun / kHalves;  // v
 constexpr int kWeightShift = 13;  // weights of [2^11, 2^12) count as [1/4, 1/2): a sum then overflows where the result does
 constexpr bool kPatches = PATCH_WIDE > 0;
 constexpr int kLine = kPatches ? PATCH_WIDE * kElem : 128;                     // adjacent bytes of a patch
-constexpr int kChannels = kPatches ? IN * kElem / (PATCH_HIGH * kLine) : 1;
+constexpr int kChannels = kPatches ? IN_FEATURES * kElem / (PATCH_HIGH * kLine) : 1;
 // Pieces of 16 bytes of a row that lanes side by side ask for, rows that a warp asks for together, and in how many turns all 16. The lines of
 // patches side by side are adjacent: the more of them at once, the fewer reads begin or end inside of 128 bytes.
 constexpr int kAdjacent = kPatches && kLine < 128 ? 4 : 8, kTogether = 32 / kAdjacent, kTurns = 16 / kTogether;
 constexpr int kBatchesOfChannel = kPatches ? PATCH_HIGH * kLine / 128 : kBatches;
 static_assert(!kPatches || (kLine % 16 == 0 && 128 % kLine == 0 && PATCH_HIGH * kLine % 128 == 0), "a batch is whole lines of one channel");
-static_assert(IN % kBatch == 0 && OUT % COLUMNS == 0 && kTiles % (kRun * kHalves) == 0 && WARPS % kUnitWarps == 0, "whole batches, tiles and units");
+static_assert(IN_FEATURES % kBatch == 0 && OUT_FEATURES % COLUMNS == 0 && kTiles % (kRun * kHalves) == 0 && WARPS % kUnitWarps == 0, "whole batches, tiles and units");
 static_assert(!GATED || !RESIDUAL, "nothing is added behind a gate");
 static_assert(kPatches || PREFIX == 0, "images have rows before their patches");
 
@@ -252,8 +252,8 @@ __device__ __forceinline__ void store_prefix(char* y, const char* from, long lon
     for (long long at = blockIdx.x / kColumnTiles * blockDim.x + threadIdx.x; at < pieces; at += threads) {
         const long long image = at / (PREFIX * kPieces);
         const int row = (int)(at / kPieces % PREFIX), byte = tile * COLUMNS * kElem + (int)(at % kPieces) * 16;
-        *reinterpret_cast<Vector<16>*>(y + (image * (PREFIX + of_image) + row) * (OUT * kElem) + byte) =
-            *reinterpret_cast<const Vector<16>*>(from + row * (OUT * kElem) + byte);
+        *reinterpret_cast<Vector<16>*>(y + (image * (PREFIX + of_image) + row) * (OUT_FEATURES * kElem) + byte) =
+            *reinterpret_cast<const Vector<16>*>(from + row * (OUT_FEATURES * kElem) + byte);
     }
 }
 
@@ -272,7 +272,7 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     for (int c = threadIdx.x; c < 2 * COLUMNS; c += 32 * WARPS)
-        store_shared(columns_at + 4 * c, __float_as_uint(columns[c / COLUMNS * OUT + tile * COLUMNS + c % COLUMNS]));
+        store_shared(columns_at + 4 * c, __float_as_uint(columns[c / COLUMNS * OUT_FEATURES + tile * COLUMNS + c % COLUMNS]));
     __syncthreads();
     for (int b = warp; b < kBatches; b += WARPS)
         copy_by_warp(weights + b * kPanelBytes, image + ((long long)tile * kBatches + b) * kPanelBytes, kPanelBytes, full + 8 * b, lane);
@@ -314,7 +314,7 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
                 to += (patch.image + 1ll) * PREFIX;
             }
             residual_row[h] = residual + from * residual_stride + column_byte;
-            y_row[h] = y + to * (OUT / kHalves * kElem) + column_byte;
+            y_row[h] = y + to * (OUT_FEATURES / kHalves * kElem) + column_byte;
         }
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {

@@ -6,7 +6,7 @@
 //      └──┴──┴── … ──┘         └──┴──┴── … ──┘                        └───────────────┴─ … ─┘
 //
 // Two warpgroups take a block's tiles in turn: one multiplies, straight from shared memory, while the other finishes the outputs of the tile
-// before. Two threads of a third load by the copy engine. One loads 64 inputs of the rows and of the weights at a time, SLOTS of them
+// before. Two threads of a third load by the copy engine. One loads 64 inputs of the rows and of the weights at a time, STAGES of them
 // ahead, across tiles. The other loads the residual; y takes its place, and the copy engine stores y. Two blocks, a cluster, take
 // tiles of the same columns, and each loads half of the weights for both. Blocks that run together share rows.
 //
@@ -18,8 +18,8 @@
 // Floor: the products, or the bytes of x, residual and y. ViT-B's attn_out with its residual takes 50 us of an H200, 128 images in float16,
 // where the bytes take 28 at the rate of a large copy, and PyTorch's product alone 48.
 //
-// Defines: IN, OUT, MODE (0 fp16, 1 bf16), ACTIVATION (exact_activation.cuh), RESIDUAL, MOMENTS, COLUMNS, SLOTS. Limits: sm_90a; IN a multiple
-// of 64, OUT one of COLUMNS; rows of x, y and the residual begin at multiples of 16 bytes.
+// Defines: IN_FEATURES, OUT_FEATURES, MODE (0 fp16, 1 bf16), ACTIVATION (exact_activation.cuh), RESIDUAL, MOMENTS, COLUMNS, STAGES. Limits: sm_90a; IN_FEATURES a multiple
+// of 64, OUT_FEATURES one of COLUMNS; rows of x, y and the residual begin at multiples of 16 bytes.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
 #include "tensor_map.cuh"
@@ -28,21 +28,21 @@
 
 constexpr int kUnits = 384 / COLUMNS, kRows = 64 * kUnits;  // as many rows as a warpgroup's registers hold sums of
 constexpr int kCluster = 2, kThreads = 3 * 128;
-constexpr int kStages = IN / 64, kTiles = COLUMNS / 8, kColumnTiles = OUT / COLUMNS;
+constexpr int kStages = IN_FEATURES / 64, kTiles = COLUMNS / 8, kColumnTiles = OUT_FEATURES / COLUMNS;
 constexpr int kRowBytes = kRows * 128, kPanel = COLUMNS * 128, kSlot = kRowBytes + kPanel;
 constexpr int kBox = 32, kBoxes = COLUMNS / kBox, kBoxBytes = 64 * kBox * 2, kUnit = kBoxes * kBoxBytes;  // 64 rows of a residual, or of y
 constexpr int kRegisters = 240, kBringing = 24;  // of a multiplying thread, and of a loading thread; together all registers
-static_assert(IN % 64 == 0 && OUT % COLUMNS == 0 && 384 % COLUMNS == 0 && COLUMNS % kBox == 0, "whole stages, tiles and boxes");
+static_assert(IN_FEATURES % 64 == 0 && OUT_FEATURES % COLUMNS == 0 && 384 % COLUMNS == 0 && COLUMNS % kBox == 0, "whole stages, tiles and boxes");
 
 // The n-th stage of a block, and the slot that it passes through.
 struct Ring {
     u32 slots, arrived, freed;
-    __device__ __forceinline__ u32 slot(int n) const { return slots + n % SLOTS * kSlot; }
-    __device__ __forceinline__ u32 arrival(int n) const { return arrived + n % SLOTS * 8; }
-    __device__ __forceinline__ void wait_arrived(int n) const { barrier_wait(arrival(n), n / SLOTS & 1); }
-    __device__ __forceinline__ void wait_freed(int n) const { barrier_wait(freed + n % SLOTS * 8, ~(n / SLOTS) & 1); }
+    __device__ __forceinline__ u32 slot(int n) const { return slots + n % STAGES * kSlot; }
+    __device__ __forceinline__ u32 arrival(int n) const { return arrived + n % STAGES * 8; }
+    __device__ __forceinline__ void wait_arrived(int n) const { barrier_wait(arrival(n), n / STAGES & 1); }
+    __device__ __forceinline__ void wait_freed(int n) const { barrier_wait(freed + n % STAGES * 8, ~(n / STAGES) & 1); }
     __device__ __forceinline__ void free(int n, int lane) const {  // by a warp, in all blocks of the cluster
-        if (lane < kCluster) cluster_arrive(freed + n % SLOTS * 8, lane);
+        if (lane < kCluster) cluster_arrive(freed + n % STAGES * 8, lane);
     }
 };
 
@@ -53,17 +53,17 @@ dense_stream(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     // slots | units of a residual, then of y | factors and shifts of all columns | barriers: a slot has arrived, is free, a unit has come, to either warpgroup, is gone
     Ring ring;
     ring.slots = shared_address(memory);
-    const u32 units = ring.slots + SLOTS * kSlot, columns_at = units + kUnits * kUnit;
-    ring.arrived = columns_at + OUT * 8, ring.freed = ring.arrived + 8 * SLOTS;
-    const u32 come = ring.freed + 8 * SLOTS, gone = come + 16 * kUnits;
+    const u32 units = ring.slots + STAGES * kSlot, columns_at = units + kUnits * kUnit;
+    ring.arrived = columns_at + OUT_FEATURES * 8, ring.freed = ring.arrived + 8 * STAGES;
+    const u32 come = ring.freed + 8 * STAGES, gone = come + 16 * kUnits;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < SLOTS; ++s) barrier_init(ring.arrived + 8 * s, 1), barrier_init(ring.freed + 8 * s, 4 * kCluster);
+        for (int s = 0; s < STAGES; ++s) barrier_init(ring.arrived + 8 * s, 1), barrier_init(ring.freed + 8 * s, 4 * kCluster);
         for (int u = 0; u < 2 * kUnits; ++u) barrier_init(come + 8 * u, 1);
         for (int u = 0; u < kUnits; ++u) barrier_init(gone + 8 * u, 128);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    for (int c = threadIdx.x; c < 2 * OUT; c += kThreads) store_shared(columns_at + 4 * c, __float_as_uint(columns[c]));
+    for (int c = threadIdx.x; c < 2 * OUT_FEATURES; c += kThreads) store_shared(columns_at + 4 * c, __float_as_uint(columns[c]));
     __syncthreads();
     cluster_sync();
     wait_for_kernels_before();
@@ -149,7 +149,7 @@ dense_stream(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
                 for (int k = 0; k < 8; k += 4) {
                     const u32 at = columns_at + (column_of(tile) + r * 32 + t * 8 + k) * 4;
                     load_shared(reinterpret_cast<u32*>(factor) + k, at);
-                    load_shared(reinterpret_cast<u32*>(shift) + k, at + OUT * 4);
+                    load_shared(reinterpret_cast<u32*>(shift) + k, at + OUT_FEATURES * 4);
                 }
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {

@@ -14,15 +14,15 @@
 //
 // Measured on an H200, beside PyTorch: recipes/results/kernels_h200.csv.
 //
-// Defines: IN, OUT, MODE (0 fp16, 1 bf16), NORM, ACTIVATION (exact_activation.cuh), RESIDUAL, ROW_TILES, COLUMNS, SPLIT, RESIDENT (blocks that a
-// multiprocessor runs at once). Limits: sm_80 or newer; IN a multiple of 32*SPLIT, OUT of COLUMNS; rows at multiples of 16 bytes.
+// Defines: IN_FEATURES, OUT_FEATURES, MODE (0 fp16, 1 bf16), NORM, ACTIVATION (exact_activation.cuh), RESIDUAL, ROW_TILES, COLUMNS, SPLIT, RESIDENT (blocks that a
+// multiprocessor runs at once). Limits: sm_80 or newer; IN_FEATURES a multiple of 32*SPLIT, OUT_FEATURES of COLUMNS; rows at multiples of 16 bytes.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
 
-constexpr int kChunks = IN / 32 / SPLIT;  // of 32 inputs, of a warp
+constexpr int kChunks = IN_FEATURES / 32 / SPLIT;  // of 32 inputs, of a warp
 constexpr int kTiles = COLUMNS / 8, kRows = 16 * ROW_TILES, kThreads = 32 * SPLIT;
 constexpr int kPitch = COLUMNS + (40 - COLUMNS % 32) % 32;  // floats of a row of sums: 8 more than whole rounds of the banks
-static_assert(IN % (32 * SPLIT) == 0 && COLUMNS % 8 == 0 && OUT % COLUMNS == 0, "whole chunks and tiles");
+static_assert(IN_FEATURES % (32 * SPLIT) == 0 && COLUMNS % 8 == 0 && OUT_FEATURES % COLUMNS == 0, "whole chunks and tiles");
 
 constexpr int kOutputs = (kRows * COLUMNS / 4 + kThreads - 1) / kThreads;  // of a thread, four adjacent ones each
 
@@ -62,7 +62,7 @@ struct Rows {
             }
     }
 
-    // `norm` is the lane's first weight of the norm in shared memory, its biases lie IN further.
+    // `norm` is the lane's first weight of the norm in shared memory, its biases lie IN_FEATURES further.
     __device__ __forceinline__ void normalize(const float* norm, float eps, float* shared, int warp, int g, int t) {
         float mean[ROW_TILES][2] = {}, square[ROW_TILES][2] = {};
 #pragma unroll
@@ -78,7 +78,7 @@ struct Rows {
         for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                mean[m][h] *= 1.0f / IN;
+                mean[m][h] *= 1.0f / IN_FEATURES;
 #pragma unroll
                 for (int c = 0; c < kChunks; ++c)
 #pragma unroll
@@ -92,12 +92,12 @@ struct Rows {
         for (int c = 0; c < kChunks; ++c) {
             float gain[8], offset[8];
 #pragma unroll
-            for (int k = 0; k < 8; ++k) gain[k] = norm[c * 32 + k], offset[k] = norm[IN + c * 32 + k];
+            for (int k = 0; k < 8; ++k) gain[k] = norm[c * 32 + k], offset[k] = norm[IN_FEATURES + c * 32 + k];
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const float scale = rsqrtf(square[m][h] * (1.0f / IN) + eps);
+                    const float scale = rsqrtf(square[m][h] * (1.0f / IN_FEATURES) + eps);
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
                         u32& word = part[m][h][c].w[k];
@@ -124,10 +124,10 @@ few_rows(const char* x, const char* weight, const float* __restrict__ norm, cons
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) load_now(weights[n][c], weight + ((long long)(column0 + n * 8 + g) * IN + input0 + c * 32) * 2);
-    for (int k = threadIdx.x; k < 2 * COLUMNS; k += kThreads) columns_here[k] = columns[k / COLUMNS * OUT + column0 + k % COLUMNS];
+        for (int c = 0; c < kChunks; ++c) load_now(weights[n][c], weight + ((long long)(column0 + n * 8 + g) * IN_FEATURES + input0 + c * 32) * 2);
+    for (int k = threadIdx.x; k < 2 * COLUMNS; k += kThreads) columns_here[k] = columns[k / COLUMNS * OUT_FEATURES + column0 + k % COLUMNS];
     if constexpr (NORM)
-        for (int k = threadIdx.x; k < 2 * IN; k += kThreads) norm_here[k] = norm[k];
+        for (int k = threadIdx.x; k < 2 * IN_FEATURES; k += kThreads) norm_here[k] = norm[k];
     wait_for_kernels_before();
     Rows own;
     own.load(x + (row0 + g) * x_stride + input0 * 2, rows - row0 - g, x_stride);
@@ -180,6 +180,6 @@ few_rows(const char* x, const char* weight, const float* __restrict__ norm, cons
         Vector<8> out;
 #pragma unroll
         for (int k = 0; k < 2; ++k) out.w[k] = round2(sum[2 * k] + low_half(added[n].w[k]), sum[2 * k + 1] + high_half(added[n].w[k]));
-        *reinterpret_cast<Vector<8>*>(y + (row0 + row) * (OUT * 2) + (column0 + column) * 2) = out;
+        *reinterpret_cast<Vector<8>*>(y + (row0 + row) * (OUT_FEATURES * 2) + (column0 + column) * 2) = out;
     }
 }

@@ -18,8 +18,8 @@
 //
 // Measured on an H200, beside PyTorch: recipes/results/kernels_h200.csv.
 //
-// Defines: IN, OUT, MODE, ACTIVATION (exact_activation.cuh), RESIDUAL, ROWS, COLUMNS, SPLIT, SHARES, STAGES, RESIDENT (blocks that a multiprocessor
-// runs at once). Limits: sm_90a; IN a multiple of 64*SPLIT*SHARES, OUT of COLUMNS, ROWS of 64; rows at multiples of 16 bytes.
+// Defines: IN_FEATURES, OUT_FEATURES, MODE, ACTIVATION (exact_activation.cuh), RESIDUAL, ROWS, COLUMNS, SPLIT, SHARES, STAGES, RESIDENT (blocks that a multiprocessor
+// runs at once). Limits: sm_90a; IN_FEATURES a multiple of 64*SPLIT*SHARES, OUT_FEATURES of COLUMNS, ROWS of 64; rows at multiples of 16 bytes.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
 #include "scale.cuh"
@@ -29,7 +29,7 @@
 constexpr bool kFloat = MODE >= 2, kPairs = MODE == 3;
 constexpr int kElem = kFloat ? 4 : 2, kPlanes = kPairs ? 2 : 1;
 constexpr int kSlab = 64, kLine = kSlab * kElem, kWeightLine = kSlab * 2;  // inputs of a slab; its bytes of a row, and of an output
-constexpr int kSteps = IN / (kSlab * SPLIT * SHARES), kThreads = 2 * ROWS * SPLIT;
+constexpr int kSteps = IN_FEATURES / (kSlab * SPLIT * SHARES), kThreads = 2 * ROWS * SPLIT;
 constexpr int kSlots = STAGES >= kSteps ? kSteps : STAGES, kAhead = STAGES >= kSteps ? kSteps : STAGES - 1;
 constexpr int kPlaneBytes = COLUMNS * kWeightLine, kWeightBytes = kPlanes * kPlaneBytes, kRowBytes = ROWS * kLine;  // of a slab
 constexpr int kPitch = COLUMNS + (40 - COLUMNS % 32) % 32;  // floats of a row of sums: 8 more than whole rounds of the banks
@@ -37,7 +37,7 @@ constexpr int kRing = SPLIT * kSlots * (kWeightBytes + kRowBytes), kSums = SPLIT
 constexpr int kTiles = COLUMNS / 8;
 constexpr int kOutputs = (ROWS / SHARES * COLUMNS / 4 + kThreads - 1) / kThreads;  // of a thread, four adjacent ones each
 constexpr int kWeightShift = 13;  // weights of [2^11, 2^12) count as [1/4, 1/2): a sum then overflows where the result does
-static_assert(IN % (kSlab * SPLIT * SHARES) == 0 && ROWS % 64 == 0 && ROWS % SHARES == 0 && OUT % COLUMNS == 0, "whole slabs and tiles");
+static_assert(IN_FEATURES % (kSlab * SPLIT * SHARES) == 0 && ROWS % 64 == 0 && ROWS % SHARES == 0 && OUT_FEATURES % COLUMNS == 0, "whole slabs and tiles");
 
 // Where a piece of 16 bytes lies in a slab: turned by row, of halves as wgmma reads them.
 __device__ __forceinline__ u32 turned(int line, int piece) { return line * kWeightLine + ((piece ^ (line & 7)) << 4); }
@@ -53,7 +53,7 @@ __device__ __forceinline__ void bring_weights(u32 to, const char* from) {
         const int at = n * kThreads + threadIdx.x, slab = at / kPieces, line = at % kPieces / 8, piece = at % 8;
         if (SPLIT * kPieces % kThreads == 0 || slab < SPLIT)
             copy_async<16>(to + slab * kWeightBytes + line % kPlanes * kPlaneBytes + turned(line / kPlanes, piece),
-                           from + line * (IN * 2) + slab * kWeightLine + piece * 16, 16);
+                           from + line * (IN_FEATURES * 2) + slab * kWeightLine + piece * 16, 16);
     }
 }
 
@@ -171,12 +171,12 @@ some_rows(const char* x, const char* weight, const float* __restrict__ columns, 
     const int part = warp / (ROWS / 16);
     const int share = blockIdx.x % SHARES, column0 = blockIdx.x / SHARES * COLUMNS, slab0 = share * kSteps * SPLIT;
     const long long row0 = (long long)blockIdx.y * ROWS, inside = rows - row0;
-    const char* const own_weights = weight + (long long)column0 * kPlanes * IN * 2 + slab0 * kWeightLine;
+    const char* const own_weights = weight + (long long)column0 * kPlanes * IN_FEATURES * 2 + slab0 * kWeightLine;
     const char* const own_rows = x + row0 * x_stride + slab0 * kLine;
 
 #pragma unroll 1
     for (int k = 0; k < kAhead; ++k) bring_weights(weights_at + k * SPLIT * kWeightBytes, own_weights + k * SPLIT * kWeightLine);
-    for (int k = threadIdx.x; k < 2 * COLUMNS; k += kThreads) columns_here[k] = columns[k / COLUMNS * OUT + column0 + k % COLUMNS];
+    for (int k = threadIdx.x; k < 2 * COLUMNS; k += kThreads) columns_here[k] = columns[k / COLUMNS * OUT_FEATURES + column0 + k % COLUMNS];
     wait_for_kernels_before();
 #pragma unroll 1
     for (int k = 0; k < kAhead; ++k) {
@@ -230,7 +230,7 @@ some_rows(const char* x, const char* weight, const float* __restrict__ columns, 
             if constexpr (kFloat) out.w[k] = __float_as_uint(sum[k] + __uint_as_float(added[n].w[k]));
             else out.w[k] = round2(sum[2 * k] + low_half(added[n].w[k]), sum[2 * k + 1] + high_half(added[n].w[k]));
         }
-        *reinterpret_cast<Vector<4 * kElem>*>(y + (row0 + row) * (OUT * kElem) + (column0 + column) * kElem) = out;
+        *reinterpret_cast<Vector<4 * kElem>*>(y + (row0 + row) * (OUT_FEATURES * kElem) + (column0 + column) * kElem) = out;
     }
     if constexpr (SHARES > 1) all_meet();  // no block ends while others read its sums
 }

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
-from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES, HALVES, MODE_NUMBERS
+from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, kernel_of, load_kernel
+from flysurgery.gpu.modes import HALF_MODES, HALVES, macros
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.tensor_map import head_boxes
 
@@ -51,7 +51,7 @@ class RingAttention:
     threads = 32 * 16
 
     @property
-    def name(self) -> str:
+    def kernel(self) -> str:
         """The kernel's name, and its file's without the ending."""
         return "short_attention" if self.mode in HALVES else "attention"
 
@@ -77,9 +77,7 @@ class RingAttention:
 
     def defines(self) -> dict[str, int]:
         """The macros that the kernel is compiled with."""
-        own = {"LAST": int(self.last)} if self.mode in HALVES else {"BATCH": _BATCH[self.mode]}
-        sizes = {"CHUNK": self.chunk, "CHUNKS": self.chunks, "ROWS": self.rows, "TILES": self.tiles, "SLOTS": self.slots}
-        return {"MODE": MODE_NUMBERS[self.mode], **sizes, **own}
+        return macros(self, batch=_BATCH.get(self.mode, 0))
 
 
 def ring_attention(head: int, queries: int, keys: int, mode: str, shared_limit: int) -> RingAttention | str:
@@ -164,8 +162,7 @@ def run_attention(
         places = [head_boxes(part, sizes.boxes) for part in (q, k, v, y)] if sizes.boxes else [q, k, v, y, *strides]
         launch = (min(batch * heads, multiprocessors_of(device_index)), 1, 1), (sizes.threads, 1, 1), sizes.shared_bytes
         # It may begin while the kernel before still runs, for which it waits by itself.
-        kernel = _ring_kernel(sizes, device_index)
-        kernel.launch(*launch, stream, *places, *numbers, batch * heads, float_bits(scale), early=True)
+        kernel_of(sizes, device_index).launch(*launch, stream, *places, *numbers, batch * heads, float_bits(scale), early=True)
         return y
     warps = -(-keys // (16 * _STEPS))
     bytes_of_warp = max(16 * _STEPS * (2 * head + 16), 4 * _TILE * (head + 8)) + 8 * _TILE
@@ -190,11 +187,5 @@ _sizes = lru_cache(maxsize=1024)(ring_attention)
 
 
 @lru_cache(maxsize=64)
-def _ring_kernel(sizes: RingAttention, device_index: int) -> Kernel:
-    return load_kernel(f"{sizes.name}.cu", sizes.defines(), name=sizes.name, device_index=device_index)
-
-
-@lru_cache(maxsize=64)
 def _few_kernel(head: int, dtype: torch.dtype, warps: int, device_index: int) -> Kernel:
-    defines = {"HEAD": head, "WARPS": warps, "STEPS": _STEPS, "MODE": DTYPE_NUMBERS[dtype]}
-    return load_kernel("few_attention.cu", defines, name="few_attention", device_index=device_index)
+    return load_kernel("few_attention", macros(head=head, warps=warps, steps=_STEPS, mode=dtype), device_index)

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from flysurgery.factors import ks_einsum
 from flysurgery.gpu.device import multiprocessors_of
-from flysurgery.gpu.fused import ACTIVATIONS
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.layer_norm import row_moments
-from flysurgery.gpu.modes import DTYPE_NUMBERS
+from flysurgery.gpu.modes import macros
 from flysurgery.gpu.parts import Norm
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import swizzled_boxes
@@ -109,25 +108,12 @@ class BlockTiling:
         held = 2 * self.run * self.classes
         return self.classes * self.columns // 2 + 50 + 4 * self.classes + (held if held > _PIECE else 0)
 
-    def defines(self, mode: int, activation: int, *, norm: int, residual: bool, scaled: bool = False) -> dict[str, int]:
+    def defines(self, dtype: torch.dtype, activation: str, norm: int, residual: bool, scaled: bool) -> dict[str, int]:
         """The macros that the kernel is compiled with; ``norm`` is the number of parts that a row's moments come in, 0 without a norm."""
-        return {
-            "MODE": mode,
-            "TILES": self.tiles,
-            "D": self.classes,
-            "STEPS": self.steps,
-            "LAST": self.last,
-            "COLUMNS": self.columns,
-            "RUN": self.run,
-            "WARPGROUPS": self.warpgroups,
-            "SLOTS": self.slots,
-            "BOXES": int(self.boxes),
-            "ACTIVATION": activation,
-            "NORM": int(norm),
-            "FEATURES": len(self.inputs),
-            "RESIDUAL": int(residual),
-            "SCALED": int(scaled),
-        }
+        names = "tiles", "steps", "last", "columns", "run", "warpgroups", "slots", "boxes"
+        sizes = {name: getattr(self, name) for name in names}
+        epilogue = {"activation": activation, "residual": residual, "scaled": scaled}
+        return macros(mode=dtype, d=self.classes, features=len(self.inputs), norm=norm, **sizes, **epilogue)
 
     @property
     def place(self) -> np.ndarray:  # shape: (columns,)
@@ -229,7 +215,7 @@ class BlockLinear:
         device = torch.device("cuda", device_index)
         self._multiprocessors = multiprocessors_of(device_index)
         self._pieces = torch.from_numpy(np.where(tile.pieces >= 0, tile.pieces * 2 * _PIECE, -1).astype(np.int32)).to(device)
-        self._kernels: dict[tuple[int, bool, bool], Kernel] = {}
+        self._kernels: dict[tuple[int, ...], Kernel] = {}
 
     def multiply(
         self,
@@ -293,11 +279,9 @@ class BlockLinear:
         )
         return y
 
-    def _kernel(self, norm: int, residual: bool, scaled: bool) -> Kernel:
-        key = (norm, residual, scaled)
-        if key not in self._kernels:
-            defines = self.tile.defines(
-                DTYPE_NUMBERS[self.dtype], ACTIVATIONS.index(self.activation), norm=norm, residual=residual, scaled=scaled
-            )
-            self._kernels[key] = load_kernel("block_linear.cu", defines, name="block_linear", device_index=self.device_index)
-        return self._kernels[key]
+    def _kernel(self, *options: int) -> Kernel:
+        """The kernel for a norm by so many parts, a residual and a scale."""
+        if options not in self._kernels:
+            defines = self.tile.defines(self.dtype, self.activation, *options)
+            self._kernels[options] = load_kernel("block_linear", defines, self.device_index)
+        return self._kernels[options]

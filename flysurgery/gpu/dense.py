@@ -12,7 +12,7 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu.dense_tiling import NO_PATCH, DenseTiling, Patch, StreamTiling, dense_tiling, stream_tiling
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused import readable
-from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, load_kernel
+from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, kernel_of
 from flysurgery.gpu.modes import in_halves, scaled_rows
 from flysurgery.gpu.parts import Dense, present
 from flysurgery.gpu.replay.recording import fresh
@@ -149,7 +149,7 @@ def launcher(
     if isinstance(tile, str):
         raise BackendError(tile)
     sizes = (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1), (32 * tile.warps, 1, 1), tile.shared_bytes
-    return tile, _kernel(tile, activation, residual, patch, device_index), sizes
+    return tile, kernel_of(tile, device_index, activation, residual, patch), sizes
 
 
 def _launch_streamed(
@@ -164,7 +164,7 @@ def _launch_streamed(
     rows, device_index = x.shape[0], x.device.index
     y = fresh((rows, tile.out_features), x.dtype, x.device)
     image, columns, early = _packed(tile, linear, scale)
-    _streamed_kernel(tile, activation, residual is not None, moments is not None, device_index).launch(
+    kernel_of(tile, device_index, activation, residual is not None, NO_PATCH, moments is not None).launch(
         (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1),
         (32 * tile.warps, 1, 1),
         tile.shared_bytes,
@@ -223,14 +223,3 @@ def streamed_for(rows: int, in_features: int, out_features: int, mode: str, devi
     tile = _tiling(in_features, out_features, mode, device_index, False)
     streamed = None if isinstance(tile, str) else stream_tiling(tile, shared_limit_of(device_index))
     return None if streamed is None or streamed.tiles(rows) < multiprocessors_of(device_index) else streamed
-
-
-@lru_cache(maxsize=256)
-def _streamed_kernel(tile: StreamTiling, activation: str, residual: bool, moments: bool, device_index: int) -> Kernel:
-    defines = tile.defines(activation, residual, moments=moments)
-    return load_kernel("dense_stream.cu", defines, name="dense_stream", device_index=device_index)
-
-
-@lru_cache(maxsize=256)
-def _kernel(tile: DenseTiling, activation: str, residual: bool, patch: Patch, device_index: int) -> Kernel:
-    return load_kernel(f"{tile.source}.cu", tile.defines(activation, residual, patch), name=tile.source, device_index=device_index)

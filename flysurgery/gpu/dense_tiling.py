@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from flysurgery.gpu.fused import ACTIVATIONS
-from flysurgery.gpu.modes import MODE_NUMBERS, dtype_of
+from flysurgery.gpu.modes import dtype_of, macros
 
 BATCH_BYTES = 128
 _WIDEST = 128
@@ -36,6 +35,7 @@ class DenseTiling:
         gated: whether half of a block's outputs are a gate's, and half the value's at the same places.
     """
 
+    kernel: ClassVar[str] = "dense_linear"
     in_features: int
     out_features: int
     mode: str
@@ -43,11 +43,6 @@ class DenseTiling:
     columns: int
     stages: int
     gated: bool = False
-
-    @property
-    def source(self) -> str:
-        """The kernel's file, without its ending, and its name."""
-        return "dense_linear"
 
     @property
     def element_bytes(self) -> int:
@@ -86,20 +81,8 @@ class DenseTiling:
 
     def defines(self, activation: str, residual: bool, patch: Patch = NO_PATCH) -> dict[str, int]:
         """The macros that the kernel is compiled with; ``residual`` says whether one, or a position of patches, is added."""
-        return {
-            "IN": self.in_features,
-            "OUT": self.out_features,
-            "MODE": MODE_NUMBERS[self.mode],
-            "ACTIVATION": ACTIVATIONS.index(activation),
-            "GATED": int(self.gated),
-            "RESIDUAL": int(residual),
-            "PATCH_HIGH": patch.high,
-            "PATCH_WIDE": patch.wide,
-            "PREFIX": patch.prefix,
-            "WARPS": self.warps,
-            "COLUMNS": self.columns,
-            "STAGES": self.stages,
-        }
+        places = {"patch_high": patch.high, "patch_wide": patch.wide, "prefix": patch.prefix}
+        return macros(self, activation=activation, residual=residual, **places)
 
 
 def dense_tiling(in_features: int, out_features: int, mode: str, shared_limit: int, gated: bool = False) -> DenseTiling | str:
@@ -125,9 +108,7 @@ def dense_tiling(in_features: int, out_features: int, mode: str, shared_limit: i
 class StreamTiling(DenseTiling):
     """Sizes of ``kernels/dense_stream.cu``, whose ``stages``, of 64 inputs of rows and weights, pass all warps."""
 
-    @property
-    def source(self) -> str:
-        return "dense_stream"
+    kernel: ClassVar[str] = "dense_stream"
 
     @property
     def rows(self) -> int:
@@ -155,16 +136,7 @@ class StreamTiling(DenseTiling):
 
     def defines(self, activation: str, residual: bool, patch: Patch = NO_PATCH, moments: bool = False) -> dict[str, int]:
         assert patch == NO_PATCH  # which only the kernel whose weights stay reads
-        return {
-            "IN": self.in_features,
-            "OUT": self.out_features,
-            "MODE": MODE_NUMBERS[self.mode],
-            "ACTIVATION": ACTIVATIONS.index(activation),
-            "RESIDUAL": int(residual),
-            "MOMENTS": int(moments),
-            "COLUMNS": self.columns,
-            "SLOTS": self.stages,
-        }
+        return macros(self, activation=activation, residual=residual, moments=moments)
 
 
 def stream_tiling(resident: DenseTiling, shared_limit: int) -> StreamTiling | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,9 +14,9 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.factors import factors_to_dense
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.fused import ACTIVATIONS, readable
-from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel
-from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
+from flysurgery.gpu.fused import readable
+from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, kernel_of
+from flysurgery.gpu.modes import HALF_MODES, macros
 from flysurgery.gpu.parts import Dense, Linear, Norm, present
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
@@ -40,6 +41,7 @@ class FewRowsTiling:
         split: warps of a block, each with its share of the inputs.
     """
 
+    kernel: ClassVar[str] = "few_rows"
     in_features: int
     out_features: int
     norm: bool
@@ -75,18 +77,7 @@ class FewRowsTiling:
 
     def defines(self, dtype: torch.dtype, activation: str, residual: bool) -> dict[str, int]:
         """The macros that the kernel is compiled with."""
-        return {
-            "IN": self.in_features,
-            "OUT": self.out_features,
-            "MODE": DTYPE_NUMBERS[dtype],
-            "NORM": int(self.norm),
-            "ACTIVATION": ACTIVATIONS.index(activation),
-            "RESIDUAL": int(residual),
-            "ROW_TILES": self.row_tiles,
-            "COLUMNS": self.columns,
-            "SPLIT": self.split,
-            "RESIDENT": self.resident,
-        }
+        return macros(self, mode=dtype, activation=activation, residual=residual, resident=self.resident)
 
 
 def few_rows_tilings(in_features: int, out_features: int, norm: bool, shared_limit: int) -> list[FewRowsTiling]:
@@ -119,7 +110,7 @@ def _launcher(
 ) -> tuple[Kernel, Sizes]:
     """The kernel for this many rows, and its launch: blocks, threads and shared memory."""
     tile = _tiling(in_features, out_features, norm, rows, device_index)
-    return _kernel(tile, dtype, activation, residual, device_index), (tile.grid(rows), (32 * tile.split, 1, 1), tile.shared_bytes)
+    return kernel_of(tile, device_index, dtype, activation, residual), (tile.grid(rows), (32 * tile.split, 1, 1), tile.shared_bytes)
 
 
 def _tiling(in_features: int, out_features: int, norm: bool, rows: int, device_index: int) -> FewRowsTiling:
@@ -210,8 +201,3 @@ def pack_vectors(
     factor = ones(outputs_of(group)) if scale is None else scale.float()
     shift = torch.cat([zeros(member.sizes[1]) if member.bias is None else member.bias.float() for member in group])
     return torch.stack((gain, offset)), torch.stack((factor, shift * factor))
-
-
-@lru_cache(maxsize=256)
-def _kernel(tile: FewRowsTiling, dtype: torch.dtype, activation: str, residual: bool, device_index: int) -> Kernel:
-    return load_kernel("few_rows.cu", tile.defines(dtype, activation, residual), name="few_rows", device_index=device_index)

@@ -12,9 +12,9 @@ from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.ffn_float_tiling import FloatFfnTiling, float_ffn_tiling
 from flysurgery.gpu.ffn_image import pack_ffn, pack_float_ffn
 from flysurgery.gpu.ffn_tiling import FfnTiling, ffn_tiling
-from flysurgery.gpu.fused import ACTIVATIONS, readable
+from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
-from flysurgery.gpu.modes import HALVES, MODE_NUMBERS, mode_for
+from flysurgery.gpu.modes import HALVES, macros, mode_for
 from flysurgery.gpu.parts import FusedFactors, Norm, present
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
@@ -41,14 +41,8 @@ class FusedFfn:
 
     def __init__(self, tile: FfnTiling, mode: str, activation: str, norm: bool, residual: bool, device_index: int) -> None:
         self.tile, self.device_index = tile, device_index
-        defines = {
-            **tile.defines(),
-            "MODE": MODE_NUMBERS[mode],
-            "ACTIVATION": ACTIVATIONS.index(activation),
-            "NORM": int(norm),
-            "RESIDUAL": int(residual),
-        }
-        self._kernel: Kernel = load_kernel(f"{tile.kernel}.cu", defines, name=tile.kernel, device_index=device_index)
+        options = macros(mode=mode, activation=activation, norm=norm, residual=residual)
+        self._kernel: Kernel = load_kernel(tile.kernel, {**tile.defines(), **options}, device_index)
         self._blocks = multiprocessors_of(device_index)
         self._shared_bytes = tile.shared_bytes  # computing it takes longer than running a block
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from flysurgery.gpu.block_linear import BlockTiling, pack_blocks
 from flysurgery.gpu.device import multiprocessors_of
-from flysurgery.gpu.fused import ACTIVATIONS
 from flysurgery.gpu.kernel import current_stream, load_kernel
-from flysurgery.gpu.modes import DTYPE_NUMBERS
+from flysurgery.gpu.modes import macros
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import swizzled_boxes
 from flysurgery.gpu.weight_cache import derived_for_launch
@@ -63,17 +62,10 @@ class MiddleTiling:
         stretches = WARPGROUPS * self.stages
         return stretches * (_STAGE * ROWS_OF_WARPGROUP * 2 + 16) + self.slots * (_PANEL_BYTES + 16)
 
-    def defines(self, mode: int, activation: int) -> dict[str, int]:
+    def defines(self, dtype: torch.dtype, activation: str) -> dict[str, int]:
         """The macros that the kernel is compiled with."""
-        return {
-            "MODE": mode,
-            "CLASSES": self.classes,
-            "STAGES": self.stages,
-            "A3": self.down.tiles,
-            "PIECES": self.pieces,
-            "ACTIVATION": activation,
-            "SLOTS": self.slots,
-        }
+        sizes = {"classes": self.classes, "stages": self.stages, "a3": self.down.tiles, "pieces": self.pieces, "slots": self.slots}
+        return macros(mode=dtype, activation=activation, **sizes)
 
 
 def middle_tiling(
@@ -124,8 +116,7 @@ class FfnMiddle:
         self.tile, self.dtype, self.device_index = tile, dtype, device_index
         self._multiprocessors = multiprocessors_of(device_index)
         self._places = torch.from_numpy(tile.places).to(torch.device("cuda", device_index))
-        defines = tile.defines(DTYPE_NUMBERS[dtype], ACTIVATIONS.index(activation))
-        self._kernel = load_kernel("ffn_middle.cu", defines, name="ffn_middle", device_index=device_index)
+        self._kernel = load_kernel("ffn_middle", tile.defines(dtype, activation), device_index)
 
     def multiply(
         self,

@@ -14,12 +14,12 @@ from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused_configs import configs, every_config, fits
 from flysurgery.gpu.image import pack, panel_indices
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel, rows_and_stride
+from flysurgery.gpu.modes import macros
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.table import TunedCase, chosen_by_table, rows_bucket, tuned_config
 from flysurgery.gpu.tiling import FusedConfig, Tiling, tiling
 from flysurgery.patterns import Architecture
 
-ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
 KINDS = {"fused_linear": (False, False), "norm_linear": (True, False), "gated_linear": (False, True), "norm_gated_linear": (True, True)}
 """The kernel's names in tables: whether a norm stands before the layer, and whether its outputs are a gate and a value."""
 
@@ -118,8 +118,8 @@ class FusedLinear:
     def _launcher(self, rows: int, activation: str, scaled: bool, residual: bool) -> tuple[Kernel, Sizes]:
         """The kernel for an epilogue, and the sizes of its launch for this many rows."""
         index, config = self.device.index, self.config
-        epilogue = {"ACTIVATION": ACTIVATIONS.index(activation), "SCALED": int(scaled), "RESIDUAL": int(residual)}
-        kernel = load_kernel("fused_linear.cu", {**self.tile.defines(config), **epilogue}, name="fused_linear", device_index=index)
+        epilogue = macros(activation=activation, scaled=scaled, residual=residual)
+        kernel = load_kernel("fused_linear", {**self.tile.defines(config), **epilogue}, index)
         grid = (min(-(-rows // 64), max(multiprocessors_of(index) // self.tile.blocks, 1)), self.tile.blocks, 1)
         found = kernel, (grid, (32 * config.warps, 1, 1), self.tile.shared_bytes(config))
         self._launchers[rows, activation, scaled, residual] = found

@@ -7,9 +7,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.fused import ACTIVATIONS, readable
+from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
-from flysurgery.gpu.modes import DTYPE_NUMBERS
+from flysurgery.gpu.modes import DTYPE_NUMBERS, macros
 from flysurgery.gpu.replay.recording import fresh
 
 _THREADS = 256
@@ -49,5 +49,4 @@ def run_gated(
 
 @lru_cache(maxsize=256)
 def _kernel(features: int, dtype: torch.dtype, activation: str, device_index: int) -> Kernel:
-    defines = {"COLUMNS": features, "MODE": DTYPE_NUMBERS[dtype], "ACTIVATION": ACTIVATIONS.index(activation)}
-    return load_kernel("gated.cu", defines, name="gated", device_index=device_index)
+    return load_kernel("gated", macros(columns=features, mode=dtype, activation=activation), device_index)

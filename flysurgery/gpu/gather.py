@@ -78,7 +78,7 @@ class Gather:
         """The kernel for sources of a dtype."""
         if dtype not in self._kernels:
             defines = {"SLOTS": len(self._starts), "SOURCE": _SOURCES[dtype], "TARGET": _SOURCES[self._dtype]}
-            self._kernels[dtype] = load_kernel("gather.cu", defines, name="gather", device_index=self._table.device.index)
+            self._kernels[dtype] = load_kernel("gather", defines, self._table.device.index)
         return self._kernels[dtype]
 
 

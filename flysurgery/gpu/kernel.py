@@ -7,6 +7,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from math import ceil
 from typing import Any, NamedTuple
@@ -32,23 +33,30 @@ _loaded: dict[tuple[object, ...], Kernel] = {}
 _loading: dict[tuple[object, ...], threading.Lock] = {}
 
 
-def load_kernel(source: str, defines: Mapping[str, int | str], *, name: str, device_index: int) -> Kernel:
-    """Compile, or find compiled, and load one kernel; the same object for the same arguments.
+@lru_cache(maxsize=4096)
+def kernel_of(tile: Any, device_index: int, *options: object) -> Kernel:
+    """The kernel ``tile.kernel`` with the macros ``tile.defines(*options)``, loaded. Raises as ``load_kernel``."""
+    return load_kernel(tile.kernel, tile.defines(*options), device_index)
+
+
+def load_kernel(name: str, defines: Mapping[str, int | str], device_index: int) -> Kernel:
+    """Compile, or find compiled, and load the function of this name in the file of this name; the same object for the same arguments.
 
     Keep the result instead of calling this for every launch: hashing the arguments costs more than the lookup saves.
 
     Raises:
         BackendError: the kernel does not compile, or the driver rejects it.
     """
-    key = (source, name, device_index, tuple(sorted(defines.items())))
+    key = (name, device_index, tuple(sorted(defines.items())))
     with _loading.setdefault(key, threading.Lock()):  # one thread loads a kernel; others may load other kernels meanwhile
         kernel = _loaded.get(key)
         if kernel is None:
-            kernel = _loaded[key] = _load(source, defines, name, device_index)
+            kernel = _loaded[key] = _load(name, defines, device_index)
         return kernel
 
 
-def _load(source: str, defines: Mapping[str, int | str], name: str, device_index: int) -> Kernel:
+def _load(name: str, defines: Mapping[str, int | str], device_index: int) -> Kernel:
+    source = f"{name}.cu"
     rejected: Exception | None = None
     with torch.cuda.device(device_index), _outside_capture():
         _make_context_current(device_index)

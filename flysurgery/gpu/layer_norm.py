@@ -12,7 +12,7 @@ from torch.nn import functional
 from flysurgery.gpu.device import kernels_take, multiprocessors_of
 from flysurgery.gpu.fused import packed, readable
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
-from flysurgery.gpu.modes import DTYPE_NUMBERS
+from flysurgery.gpu.modes import DTYPE_NUMBERS, macros
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.row_sums import sum_of_rows
 from flysurgery.gpu.weight_cache import derived
@@ -108,9 +108,8 @@ def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, ep
 
 
 @lru_cache(maxsize=256)
-def _kernel(name: str, features: int, dtype: torch.dtype, device_index: int, moments: bool | None = None) -> Kernel:
-    defines = {"COLUMNS": features, "MODE": DTYPE_NUMBERS[dtype], **({} if moments is None else {"MOMENTS": int(moments)})}
-    return load_kernel(f"{name}.cu", defines, name=name, device_index=device_index)
+def _kernel(name: str, features: int, dtype: torch.dtype, device_index: int, moments: bool = False) -> Kernel:
+    return load_kernel(name, macros(columns=features, mode=dtype, moments=moments), device_index)
 
 
 _WARPS, _MOST_COLUMNS = 8, 1024

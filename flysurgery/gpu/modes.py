@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,23 @@ MODE_NUMBERS = {mode: number for number, mode in enumerate(MODES)}
 
 DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """The macro ``MODE`` of a kernel that asks for the dtype of x alone."""
+
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
+"""In the order of the macro ``ACTIVATION``."""
+
+
+def macros(sizes: Any = None, **options: Any) -> dict[str, int]:
+    """The fields of a dataclass and further options as a kernel's macros: names in capitals, modes, dtypes and activations by number."""
+    named = {each.name: getattr(sizes, each.name) for each in fields(sizes)} if sizes is not None else {}
+    return {name.upper(): _number(value) for name, value in (named | options).items()}
+
+
+def _number(value: Any) -> int:
+    if isinstance(value, torch.dtype):
+        return DTYPE_NUMBERS[value]
+    if isinstance(value, str):
+        return MODE_NUMBERS[value] if value in MODES else ACTIVATIONS.index(value)
+    return int(value)
 
 
 def mode_of(dtype: torch.dtype, *, allow_tf32: bool) -> str | None:

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.gpu.device import kernels_take, multiprocessors_of
-from flysurgery.gpu.fused import ACTIVATIONS, packed
+from flysurgery.gpu.fused import packed
 from flysurgery.gpu.gated import gated_obstacle
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
-from flysurgery.gpu.modes import DTYPE_NUMBERS
+from flysurgery.gpu.modes import macros
 
 _WARPS, _LANES, _VECTOR_BYTES = 8, 32, 16
 _BLOCKS, _BLOCKS_OF_SUMS = 6, 1
@@ -75,5 +75,4 @@ def _launch(u: Tensor | None, gradient: Tensor, activation: str) -> Tensor:  # s
 
 @lru_cache(maxsize=256)
 def _kernel(features: int, dtype: torch.dtype, activation: str, device_index: int) -> Kernel:
-    defines = {"COLUMNS": features, "MODE": DTYPE_NUMBERS[dtype], "ACTIVATION": ACTIVATIONS.index(activation)}
-    return load_kernel("row_sums.cu", defines, name="row_sums", device_index=device_index)
+    return load_kernel("row_sums", macros(columns=features, mode=dtype, activation=activation), device_index)

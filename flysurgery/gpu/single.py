@@ -95,7 +95,7 @@ class SingleFactor:
         found = self._launchers.get((x, device_index))
         if found is None:
             defines = self.tile.defines(self._vector if x.aligned(self._vector) else self._width)
-            kernel = load_kernel("single_factor.cu", defines, name="single_factor", device_index=device_index)
+            kernel = load_kernel("single_factor", defines, device_index)
             row_chunks, tiles = self.tile.row_chunks(x.rows, multiprocessors_of(device_index))
             grid, block = (self.tile.groups * row_chunks, 1, 1), (self.tile.config.threads, 1, 1)
             found = self._launchers[x, device_index] = kernel, (grid, block, self.tile.shared_bytes), tiles

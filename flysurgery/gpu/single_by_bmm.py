@@ -68,7 +68,7 @@ class Transposition:
 
     def _launcher(self, rows: int, dtype: torch.dtype, device: int, aligned: bool) -> tuple[Kernel, Sizes]:
         defines = self.defines(dtype, aligned)
-        kernel = load_kernel("transpose.cu", defines, name="transpose", device_index=device)
+        kernel = load_kernel("transpose", defines, device)
         tiles = ceil(self.slow / defines["TILE_SLOW"]) * ceil(self.fast / defines["TILE_FAST"])
         grid = (tiles * ceil(rows * self.matrices / defines["TOGETHER"]), 1, 1)
         found = self._launchers[rows, dtype, device, aligned] = kernel, (grid, (_THREADS, 1, 1), 0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import sqrt
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.few_rows import lies_in_place, outputs_of, pack_vectors, pack_weights
-from flysurgery.gpu.fused import ACTIVATIONS, readable
-from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
-from flysurgery.gpu.modes import HALVES, MODE_NUMBERS, in_halves, scaled_rows
+from flysurgery.gpu.fused import readable
+from flysurgery.gpu.kernel import current_stream, kernel_of
+from flysurgery.gpu.modes import HALVES, in_halves, macros, scaled_rows
 from flysurgery.gpu.parts import Linear, present
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
@@ -44,6 +45,7 @@ class SomeRowsTiling:
         stages: slots of the ring, of 64 inputs a group.
     """
 
+    kernel: ClassVar[str] = "some_rows"
     in_features: int
     out_features: int
     mode: str
@@ -103,19 +105,7 @@ class SomeRowsTiling:
 
     def defines(self, activation: str, residual: bool) -> dict[str, int]:
         """The macros that the kernel is compiled with."""
-        return {
-            "IN": self.in_features,
-            "OUT": self.out_features,
-            "MODE": MODE_NUMBERS[self.mode],
-            "ACTIVATION": ACTIVATIONS.index(activation),
-            "RESIDUAL": int(residual),
-            "ROWS": self.rows,
-            "COLUMNS": self.columns,
-            "SPLIT": self.split,
-            "SHARES": self.shares,
-            "STAGES": self.stages,
-            "RESIDENT": self.resident,
-        }
+        return macros(self, activation=activation, residual=residual)
 
 
 def some_rows_tilings(in_features: int, out_features: int, mode: str, shared_limit: int) -> Iterator[SomeRowsTiling]:
@@ -217,7 +207,7 @@ def run_some_rows(
     (columns, *packed), early = derived_for_launch(token, sources, make)
     x, residual = readable(x), None if residual is None else readable(residual)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
-    _kernel(tile, activation, residual is not None, device_index).launch(
+    kernel_of(tile, device_index, activation, residual is not None).launch(
         tile.grid(rows),
         (32 * tile.warps, 1, 1),
         tile.shared_bytes,
@@ -239,8 +229,3 @@ def pack_floats(
     turned = scaled.unflatten(1, (-1, 4, 2, 2)).transpose(2, 3).flatten(1)
     factor = torch.ldexp(columns[0], _WEIGHT_SHIFT - exponent)
     return torch.stack((factor, columns[1])), torch.stack(in_halves(turned, 1 if mode == "tf32" else 2), dim=1)
-
-
-@lru_cache(maxsize=256)
-def _kernel(tile: SomeRowsTiling, activation: str, residual: bool, device_index: int) -> Kernel:
-    return load_kernel("some_rows.cu", tile.defines(activation, residual), name="some_rows", device_index=device_index)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from math import ceil
 from typing import Any
 
-from flysurgery.gpu.modes import MODE_NUMBERS
+from flysurgery.gpu.modes import MODE_NUMBERS, macros
 from flysurgery.patterns import Architecture, Pattern
 
 _MAX_PADDING = 1.6
@@ -255,19 +255,11 @@ class Tiling:
             "CLASS_FROM": braces(low for low, _ in self.class_tiles),
             "CLASS_TILES": braces(count for _, count in self.class_tiles),
             "KSTEPS1": self.first_steps,
-            "RUN": config.run,
-            "WARPS": config.warps,
-            "STAGES": config.stages,
-            "PANEL_STEPS": config.panel_steps,
-            "BATCH": config.batch,
-            "PANEL_COLUMNS": config.panel_columns,
-            "PANEL_CLASSES": config.panel_classes,
+            **macros(config),
             "STEPS2": second_batch(config),
             "SMALL_APART": int(self.small_apart(config)),
             "LOOPED": int(self.looped(config)),
             "SHARES": int(self.shares),
-            "SLOTS": config.slots,
-            "RESIDUES": config.residues,
             "U_GROUPS": self.shared_groups(config),
             "U_LOW": self.low_groups(config),
             "NORM": int(self.norm),

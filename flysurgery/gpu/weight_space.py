@@ -67,7 +67,7 @@ def _gradients_by_kernel(dw: Tensor, factors: Sequence[Tensor], linears: int, ar
 
 @lru_cache(maxsize=256)
 def _kernel(name: str, architecture: Architecture, dtype: torch.dtype, linears: int, device_index: int) -> Kernel:
-    return load_kernel(f"{name}.cu", macros(architecture, dtype, linears), name=name, device_index=device_index)
+    return load_kernel(name, macros(architecture, dtype, linears), device_index)
 
 
 def macros(architecture: Architecture, dtype: torch.dtype, linears: int) -> dict[str, int]:

@@ -18,10 +18,9 @@ from flysurgery.gpu.factor_by_factor import group_tilings, wide_middle, wide_til
 from flysurgery.gpu.few_rows import few_rows_tilings
 from flysurgery.gpu.ffn_float_tiling import float_ffn_tiling
 from flysurgery.gpu.ffn_tiling import ffn_tiling
-from flysurgery.gpu.fused import ACTIVATIONS
 from flysurgery.gpu.fused_configs import configs
 from flysurgery.gpu.kernel import ARCH
-from flysurgery.gpu.modes import MODE_NUMBERS
+from flysurgery.gpu.modes import ACTIVATIONS, MODE_NUMBERS
 from flysurgery.gpu.single_by_bmm import Transposition
 from flysurgery.gpu.single_choice import candidates
 from flysurgery.gpu.single_tiling import SingleTiling
@@ -69,8 +68,9 @@ def dense(outputs: int, mode: str, *, gated: bool = False) -> Defines:
 def blocks(place: int, architectures: tuple[Architecture, ...]) -> Defines:
     """One factor of a feed-forward block of two layers, or of three linears that share x."""
     tiles = made(wide_tilings(*architectures, LIMIT) if len(architectures) == 2 else group_tilings(*architectures, 3, LIMIT))
-    activation = ACTIVATIONS.index("gelu" if place == 1 and len(architectures) == 2 else "none")
-    return tiles[place].defines(place % 2, activation, norm=place == 0, residual=place == 3, scaled=place == 3)
+    activation = "gelu" if place == 1 and len(architectures) == 2 else "none"
+    dtype = torch.bfloat16 if place % 2 else torch.float16
+    return tiles[place].defines(dtype, activation, norm=int(place == 0), residual=place == 3, scaled=place == 3)
 
 
 def single(pattern: Pattern, mode: str, *, aligned: bool = True) -> Defines:
@@ -114,7 +114,7 @@ KERNELS: dict[str, tuple[int, Variants]] = {
         {f"factor {place} of a block": lambda place=place: blocks(place, WIDE) for place in range(4)}
         | {"factor 0 of a group": lambda: blocks(0, (gonon(768, 768),))},
     ),
-    "ffn_middle": (0, {"gelu": lambda: made(wide_middle(*WIDE, LIMIT)).defines(0, ACTIVATIONS.index("gelu"))}),
+    "ffn_middle": (0, {"gelu": lambda: made(wide_middle(*WIDE, LIMIT)).defines(torch.float16, "gelu")}),
     # Spills of patches of 8x8: their few inputs leave room for the widest tile.
     "dense_linear": (
         64,
