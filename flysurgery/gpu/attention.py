@@ -13,7 +13,7 @@ from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, kernel_of, load_kernel
 from flysurgery.gpu.modes import HALF_MODES, HALVES, macros
 from flysurgery.gpu.replay.recording import fresh
-from flysurgery.gpu.tensor_map import head_boxes
+from flysurgery.gpu.tensor_map import boxes
 
 _HEAD = 64
 _MOST_CHUNK = {"fp16": 208, "bf16": 208, "tf32": 208, "fp32": 112}
@@ -159,7 +159,7 @@ def run_attention(
     strides = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]]
     numbers, stream = (queries, keys, heads), current_stream(device_index)
     if isinstance(sizes, RingAttention):
-        places = [head_boxes(part, sizes.boxes) for part in (q, k, v, y)] if sizes.boxes else [q, k, v, y, *strides]
+        places = [boxes(part, sizes.boxes) for part in (q, k, v, y)] if sizes.boxes else [q, k, v, y, *strides]
         launch = (min(batch * heads, multiprocessors_of(device_index)), 1, 1), (sizes.threads, 1, 1), sizes.shared_bytes
         # It may begin while the kernel before still runs, for which it waits by itself.
         kernel_of(sizes, device_index).launch(*launch, stream, *places, *numbers, batch * heads, float_bits(scale), early=True)

@@ -17,7 +17,7 @@ from flysurgery.gpu.layer_norm import row_moments
 from flysurgery.gpu.modes import macros
 from flysurgery.gpu.parts import Norm
 from flysurgery.gpu.replay.recording import fresh, rely_on
-from flysurgery.gpu.tensor_map import swizzled_boxes
+from flysurgery.gpu.tensor_map import boxes
 from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Pattern
 
@@ -263,7 +263,7 @@ class BlockLinear:
             tile.shared_bytes,
             current_stream(self.device_index),
             *(
-                swizzled_boxes(x, _UNIT) if tile.boxes else x,
+                boxes(x, _UNIT) if tile.boxes else x,
                 image,
                 self._pieces,
                 columns,

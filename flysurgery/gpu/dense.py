@@ -16,7 +16,7 @@ from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, kernel_of
 from flysurgery.gpu.modes import in_halves, scaled_rows
 from flysurgery.gpu.parts import Dense, present
 from flysurgery.gpu.replay.recording import fresh
-from flysurgery.gpu.tensor_map import plain_boxes, swizzled_boxes
+from flysurgery.gpu.tensor_map import boxes
 from flysurgery.gpu.weight_cache import derived, derived_for_launch
 
 _NARROW = 64
@@ -170,9 +170,9 @@ def _launch_streamed(
         tile.shared_bytes,
         current_stream(device_index),
         *(
-            swizzled_boxes(x, tile.rows),
-            plain_boxes(y if residual is None else residual, *tile.brought),
-            plain_boxes(y, *tile.fetched),
+            boxes(x, tile.rows),
+            boxes(y if residual is None else residual, *tile.brought, swizzled=False),
+            boxes(y, *tile.fetched, swizzled=False),
             image,
             columns,
             moments,

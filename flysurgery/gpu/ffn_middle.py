@@ -15,7 +15,7 @@ from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.kernel import current_stream, load_kernel
 from flysurgery.gpu.modes import macros
 from flysurgery.gpu.replay.recording import fresh, rely_on
-from flysurgery.gpu.tensor_map import swizzled_boxes
+from flysurgery.gpu.tensor_map import boxes
 from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Pattern
 
@@ -140,7 +140,7 @@ class FfnMiddle:
             (128 * (WARPGROUPS + 1), 1, 1),
             tile.shared_bytes,
             current_stream(self.device_index),
-            *(swizzled_boxes(u, ROWS_OF_WARPGROUP), image, biases, self._places, v, rows),
+            *(boxes(u, ROWS_OF_WARPGROUP), image, biases, self._places, v, rows),
             early=early,
         )
         return v

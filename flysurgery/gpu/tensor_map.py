@@ -40,33 +40,15 @@ class Boxes(NamedTuple):
         return _map(address, *self[1:])
 
 
-def swizzled_boxes(
-    x: Tensor,  # shape: (rows, features)
+def boxes(
+    x: Tensor,  # shape: (rows, features), or (batch, heads, tokens, 64)
     rows: int,
+    columns: int = 64,
+    *,
+    swizzled: bool = True,
 ) -> Boxes:
-    """Swizzled boxes of this many rows and 64 columns; rows of x begin at multiples of 16 bytes and do not overlap."""
-    return _boxes(x, (64, rows), swizzled=True)
-
-
-def plain_boxes(
-    x: Tensor,  # shape: (rows, features)
-    rows: int,
-    columns: int,
-) -> Boxes:
-    """Boxes of this many rows and columns, not swizzled; for the same x."""
-    return _boxes(x, (columns, rows), swizzled=False)
-
-
-def head_boxes(
-    x: Tensor,  # shape: (batch, heads, tokens, 64)
-    rows: int,
-) -> Boxes:
-    """Swizzled boxes of this many tokens of a head; tokens begin at multiples of 16 bytes and do not overlap."""
-    return _boxes(x, (64, rows, 1, 1), swizzled=True)
-
-
-def _boxes(x: Tensor, box: tuple[int, ...], *, swizzled: bool) -> Boxes:
-    sizes, strides = x.shape[::-1], x.stride()[::-1]
+    """Boxes of this many rows, or tokens of a head, and columns. Rows of x begin at multiples of 16 bytes and do not overlap."""
+    box, sizes, strides = (columns, rows, *[1] * (x.dim() - 2)), x.shape[::-1], x.stride()[::-1]
     steps = (stride if size > 1 else sizes[0] for size, stride in zip(sizes[1:], strides[1:], strict=True))
     return Boxes(x, (*sizes,), tuple([step * x.element_size() for step in steps]), x.dtype, box, swizzled)
 
