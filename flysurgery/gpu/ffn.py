@@ -11,7 +11,7 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.ffn_float_tiling import FloatFfnTiling, float_ffn_tiling
 from flysurgery.gpu.ffn_image import pack_ffn, pack_float_ffn
-from flysurgery.gpu.ffn_tiling import FfnTiling, ffn_tiling
+from flysurgery.gpu.ffn_tiling import ROWS_OF_WARPGROUP, FfnTiling, ffn_tiling
 from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.modes import HALVES, macros, mode_for
@@ -36,38 +36,8 @@ def _tile(up: Architecture, down: Architecture, mode: str, shared_limit: int, *,
     return ffn_tiling(up, down, shared_limit, scaled=scaled)
 
 
-class FusedFfn:
-    """The compiled kernel of one block: its architectures, mode, activation and options, on one device."""
-
-    def __init__(self, tile: FfnTiling, mode: str, activation: str, norm: bool, residual: bool, device_index: int) -> None:
-        self.tile, self.device_index = tile, device_index
-        options = macros(mode=mode, activation=activation, norm=norm, residual=residual)
-        self._kernel: Kernel = load_kernel(tile.kernel, {**tile.defines(), **options}, device_index)
-        self._blocks = multiprocessors_of(device_index)
-        self._shared_bytes = tile.shared_bytes  # computing it takes longer than running a block
-
-    def run(
-        self, x: Tensor, image: Tensor, eps: float, early: bool = False
-    ) -> Tensor:  # shapes: (rows, in_features), (bytes,) -> (rows, out_features)
-        """Launch on the current stream. ``early``: the image was packed before the last queued kernel, and is read while that one runs."""
-        rows = x.shape[0]
-        units = -(-rows // self.tile.unit_rows)
-        written = units * self.tile.unit_rows if self.tile.whole_units else rows
-        y = fresh((written, self.tile.factors[3].out_features), x.dtype, x.device)[:rows]
-        if rows:
-            self._kernel.launch(
-                (min(units, self._blocks), 1, 1),
-                (self.tile.threads, 1, 1),
-                self._shared_bytes,
-                current_stream(self.device_index),
-                *(x, image, y, rows, x.stride(0) * x.element_size(), float_bits(eps)),
-                early=early,
-            )
-        return y
-
-
 @lru_cache(maxsize=256)
-def _fused_ffn(
+def _prepared(
     up_shapes: tuple[torch.Size, ...],
     down_shapes: tuple[torch.Size, ...],
     mode: str,
@@ -76,13 +46,15 @@ def _fused_ffn(
     scaled: bool,
     residual: bool,
     device_index: int,
-) -> FusedFfn:
+) -> tuple[FfnTiling, Kernel, int]:
+    """The tiling of a block, its kernel, and the shared memory of a launch, which takes longer to compute than a block to run."""
     up, down = Architecture.of(*up_shapes), Architecture.of(*down_shapes)
     limit = shared_limit_of(device_index)
     obstacle, tile = ffn_obstacle(up, down, mode, norm, limit), _tile(up, down, mode, limit, scaled=scaled)
     if obstacle is not None or isinstance(tile, str):
         raise BackendError(obstacle or str(tile))
-    return FusedFfn(tile, mode, activation, norm, residual, device_index)
+    options = macros(mode=mode, activation=activation, norm=norm, residual=residual)
+    return tile, load_kernel(tile.kernel, {**tile.defines(), **options}, device_index), tile.shared_bytes
 
 
 def run_ffn(
@@ -96,7 +68,7 @@ def run_ffn(
     *,
     trains: bool = False,
 ) -> Tensor:  # shape: (rows, out_features)
-    """Find the kernel and the packed weights, and run them on the current stream.
+    """Find the kernel and the packed weights, and launch it on the current stream.
 
     With ``trains`` a CUDA graph that is captured packs weights that require gradients in each replay.
 
@@ -105,17 +77,29 @@ def run_ffn(
     """
     device_index = x.device.index
     shapes = tuple([factor.shape for factor in up.factors]), tuple([factor.shape for factor in down.factors])
-    kernel = _fused_ffn(*shapes, mode_for(x), activation, norm is not None, scale is not None, residual, device_index)
+    tile, kernel, shared_bytes = _prepared(*shapes, mode_for(x), activation, norm is not None, scale is not None, residual, device_index)
     norm_weight, norm_bias, eps = norm or (None, None, 0.0)
     (ups, up_bias), (downs, down_bias) = up, down
     parts = (up_bias, down_bias, norm_weight, norm_bias, scale)
 
     def make() -> tuple[Tensor, ...]:
         factors, affine = (ups[1], ups[0], downs[1], downs[0]), (norm_weight, norm_bias)
-        if isinstance(kernel.tile, FloatFfnTiling):
-            return (pack_float_ffn(kernel.tile, factors, (up_bias, down_bias), affine, scale),)
-        return (pack_ffn(kernel.tile, factors, (up_bias, down_bias), affine, scale, x.dtype),)
+        if isinstance(tile, FloatFfnTiling):
+            return (pack_float_ffn(tile, factors, (up_bias, down_bias), affine, scale),)
+        return (pack_ffn(tile, factors, (up_bias, down_bias), affine, scale, x.dtype),)
 
     token = ("ffn", kernel, x.dtype, *[part is not None for part in parts])
     (image,), early = derived_for_launch(token, present(*ups, *downs, *parts), make, inference=not trains)
-    return kernel.run(readable(x), image, eps, early=early)
+    x, rows, units = readable(x), x.shape[0], -(-x.shape[0] // ROWS_OF_WARPGROUP)
+    written = units * ROWS_OF_WARPGROUP if tile.whole_units else rows
+    y = fresh((written, tile.factors[3].out_features), x.dtype, x.device)[:rows]
+    if rows:
+        kernel.launch(
+            (min(units, multiprocessors_of(device_index)), 1, 1),
+            (tile.threads, 1, 1),
+            shared_bytes,
+            current_stream(device_index),
+            *(x, image, y, rows, x.stride(0) * x.element_size(), float_bits(eps)),
+            early=early,
+        )
+    return y

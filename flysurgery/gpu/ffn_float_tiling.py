@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import ceil, log2
+from typing import ClassVar
 
 from flysurgery.gpu.ffn_tiling import Factors, FfnTiling, cut, factors_of, tiles_of
 from flysurgery.gpu.tiling import braces, registers_allowed
@@ -36,17 +37,13 @@ class FloatFfnTiling(FfnTiling):
     warps: int
     mode: str
 
-    @property
-    def kernel(self) -> str:
-        return "ffn_floats"
+    kernel: ClassVar[str] = "ffn_floats"
+    whole_units: ClassVar[bool] = False
+    neighbours: ClassVar[bool] = True
 
     @property
     def threads(self) -> int:
         return 32 * self.warps + 128
-
-    @property
-    def whole_units(self) -> bool:
-        return False
 
     @property
     def most_registers(self) -> int:
@@ -58,10 +55,6 @@ class FloatFfnTiling(FfnTiling):
     def slot_bytes(self) -> int:
         """What a slot takes in shared memory: a panel and two barriers."""
         return self.stride + 16
-
-    @property
-    def neighbours(self) -> bool:
-        return True
 
     @property
     def images(self) -> int:

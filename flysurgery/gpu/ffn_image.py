@@ -125,28 +125,37 @@ def pack_ffn(
     units are divided by ``HIDDEN_UNIT``, biases of the outputs by ``OUT_UNIT``, and the scale is multiplied by it. The scale stays
     apart, in float32.
     """
-    first, second, third, last = (factor.detach().float() for factor in factors)
-    device = first.device
-    weight, shift = (None if part is None else part.detach().float() for part in norm)
-    hidden_bias = torch.zeros(tile.factors[1].out_features, device=device) if biases[0] is None else biases[0].detach().float()
+    wide, hidden_bias, out_bias = _with_norm(tile, factors, biases, norm, torch.float32)
+    ends = [hidden_bias / HIDDEN_UNIT, out_bias / OUT_UNIT, *([] if scale is None else [scale.detach().float() * OUT_UNIT])]
+    halves = torch.cat([factor.reshape(-1) for factor in wide]).to(half).view(torch.int16)
+    values = torch.cat([halves.new_zeros(1), halves, torch.cat(ends).view(torch.int16)])
+    return values.index_select(0, _places(tile, scale is not None, halves.device)).view(torch.uint8)
+
+
+def _with_norm(
+    tile: FfnTiling,
+    factors: tuple[Tensor, Tensor, Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    norm: tuple[Tensor | None, Tensor | None],
+    dtype: torch.dtype,
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Factors and biases, zeros for missing ones, into which the norm's weight and bias are multiplied."""
+    first, second, *others = (factor.detach().to(dtype) for factor in factors)
+    weight, shift = (None if part is None else part.detach().to(dtype) for part in norm)
+    hidden_bias, out_bias = (
+        first.new_zeros(factor.out_features) if bias is None else bias.detach().to(dtype)
+        for factor, bias in zip(tile.factors[1::2], biases, strict=True)
+    )
     if shift is not None:
-        hidden_bias = hidden_bias + ks_einsum(ks_einsum(shift.double()[None], first.double()), second.double())[0].float()
+        hidden_bias = hidden_bias + ks_einsum(ks_einsum(shift.double()[None], first.double()), second.double())[0].to(dtype)
     if weight is not None:
         first = first * weight.view(tile.factors[0].a, 1, tile.factors[0].c, 1)
-    out_bias = torch.zeros(tile.factors[3].out_features, device=device) if biases[1] is None else biases[1].detach().float()
-    ends = [hidden_bias / HIDDEN_UNIT, out_bias / OUT_UNIT, *([] if scale is None else [scale.detach().float() * OUT_UNIT])]
-    halves = torch.cat([value.reshape(-1) for value in (first, second, third, last)]).to(half).view(torch.int16)
-    values = torch.cat([halves.new_zeros(1), halves, torch.cat(ends).view(torch.int16)])
-    return values.index_select(0, _places(tile, scale is not None, device)).view(torch.uint8)
+    return [first, second, *others], hidden_bias, out_bias
 
 
 @lru_cache(maxsize=64)
 def _places(tile: FfnTiling, scaled: bool, device: torch.device) -> Tensor:  # shape: (halves,), int32
-    """Where each half of an image stands among the values that ``pack_ffn`` puts side by side: a zero, weights, then floats.
-
-    The panels of all factors follow in the order of use, each padded to the stride. The second factor's panels of the next piece of
-    hidden units stand before the third factor's of the present one.
-    """
+    """Where each half of an image stands among the values that ``pack_ffn`` puts side by side: a zero, weights, then floats."""
     indices, (hidden_columns, out_columns) = panel_indices(tile)
     starts = np.cumsum([1, *[factor.nnz for factor in tile.factors]]).tolist()
     first, second, third, last = (_shifted(index, start) for index, start in zip(indices, starts[:4], strict=True))
@@ -154,11 +163,19 @@ def _places(tile: FfnTiling, scaled: bool, device: torch.device) -> Tensor:  # s
     bias = starts[4] + 2 * tile.factors[1].out_features
     middle = _of_floats(hidden_columns, starts[4])
     ends = [_of_floats(out_columns, start) for start in (bias, bias + 2 * outputs)[: 1 + scaled]]
-    stride = tile.stride // 2
-    up = with_floats(second, middle, stride)
-    down = padded(third, stride).view(len(up), -1, stride)
-    panels = [padded(first, stride), in_turns(up, down), with_floats(last, torch.cat(ends, dim=1), stride).flatten(0, 1)]
-    return torch.cat([panel.flatten() for panel in panels]).int().to(device)
+    weights = [first, with_floats(second, middle), third, last]
+    return _in_order(weights, torch.cat(ends, dim=1), len(middle), tile.stride // 2).int().to(device)
+
+
+def _in_order(weights: list[Tensor], ends: Tensor, pieces: int, stride: int) -> Tensor:
+    """All panels in the order of use, in the units of the stride, to which each is padded; ``ends`` stand behind the last factor's.
+
+    The second factor's panels of the next piece of hidden units stand before the third factor's of the present one.
+    """
+    first, up, down, last = (padded(panels, stride) for panels in (*weights[:3], with_floats(weights[3], ends)))
+    up, down = up.view(pieces, -1, stride), down.view(pieces, -1, stride)
+    turns = torch.cat([up[1:], down[:-1]], dim=1)
+    return torch.cat([panels.flatten() for panels in (first, up[0], turns, down[-1], last)])
 
 
 def _shifted(index: np.ndarray, start: int) -> Tensor:
@@ -178,15 +195,9 @@ def take(values: Tensor, index: np.ndarray) -> Tensor:
     return flat[torch.from_numpy(index).to(values.device, torch.int64)]  # -1 takes the zero at the end
 
 
-def in_turns(up: Tensor, down: Tensor) -> Tensor:  # shapes: (pieces, panels of a piece, stride), the same of other panels
-    """First the first piece's panels of ``up``; then, in turns, the next piece's panels of ``up`` and the present piece's of ``down``."""
-    return torch.cat([up[0], torch.cat([up[1:], down[:-1]], dim=1).flatten(0, 1), down[-1]])
-
-
-def with_floats(weights: Tensor, floats: Tensor, stride: int) -> Tensor:  # shape: (products, parts, stride)
-    """Panels of products, each with the product's floats behind its weights, in the units of the stride."""
-    weights = weights.view(len(floats), -1, weights.shape[1])
-    return padded(torch.cat([weights, floats[:, None].expand(-1, weights.shape[1], -1)], dim=2), stride)
+def with_floats(weights: Tensor, floats: Tensor) -> Tensor:  # shapes: (panels, elements), (products, floats) -> (panels, all of both)
+    """Panels of products, each with the product's floats behind its weights."""
+    return torch.cat([weights, floats.repeat_interleave(len(weights) // len(floats), dim=0)], dim=1)
 
 
 def padded(panels: Tensor, stride: int) -> Tensor:
@@ -209,19 +220,9 @@ def pack_float_ffn(
 
     The norm's weight is multiplied into the first factor and its bias is multiplied by the first two, in float64.
     """
-    first, second, third, last = (factor.detach().double() for factor in factors)
-    weight, shift = (None if part is None else part.detach().double() for part in norm)
-    hidden_bias, out_bias = (
-        first.new_zeros(factor.out_features) if bias is None else bias.detach().double()
-        for factor, bias in zip(tile.factors[1::2], biases, strict=True)
-    )
-    if shift is not None:
-        hidden_bias = hidden_bias + ks_einsum(ks_einsum(shift[None], first), second)[0]
-    if weight is not None:
-        first = first * weight.view(tile.factors[0].a, 1, tile.factors[0].c, 1)
-
-    largest = _largest(first, second, third, hidden_bias)
-    made = [_WEIGHT_EXPONENT - _exponent(factor) for factor in (first, second, third, last)]
+    wide, hidden_bias, out_bias = _with_norm(tile, factors, biases, norm, torch.float64)
+    largest = _largest(*wide[:3], hidden_bias)
+    made = [_WEIGHT_EXPONENT - _exponent(factor) for factor in wide]
     u, h, v = (BOUND_EXPONENT - _exponent(values) for values in largest)
     fits = torch.stack([u - made[0] - tile.normalized_exponent, -u - made[1], h, v - h - made[2], -v - made[3]])
     header = torch.ldexp(torch.ones_like(fits, dtype=torch.float32), fits)
@@ -229,16 +230,12 @@ def pack_float_ffn(
     indices, (hidden_columns, out_columns) = panel_indices(tile)
     weights = [
         torch.cat(in_halves(take(torch.ldexp(factor, exponent).float(), index), tile.images), dim=1).view(torch.uint8)
-        for factor, exponent, index in zip((first, second, third, last), made, indices, strict=True)
+        for factor, exponent, index in zip(wide, made, indices, strict=True)
     ]
     ends = [take(part.detach().float(), out_columns) for part in (out_bias, scale) if part is not None]
-    down = with_floats(weights[2], take(hidden_bias.float(), hidden_columns).view(torch.uint8), tile.stride)
-    panels = [
-        padded(weights[0], tile.stride),
-        in_turns(padded(weights[1], tile.stride).view(len(down), -1, tile.stride), down),
-        with_floats(weights[3], torch.cat(ends, dim=1).view(torch.uint8), tile.stride),
-    ]
-    return torch.cat([padded(header.view(torch.uint8), HEADER_BYTES), *(value.flatten() for value in panels)])
+    middle, end = (part.view(torch.uint8) for part in (take(hidden_bias.float(), hidden_columns), torch.cat(ends, dim=1)))
+    weights[2] = with_floats(weights[2], middle)
+    return torch.cat([padded(header.view(torch.uint8), HEADER_BYTES), _in_order(weights, end, len(middle), tile.stride)])
 
 
 def _largest(first: Tensor, second: Tensor, third: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from flysurgery.gpu.tiling import braces
 from flysurgery.patterns import Architecture, Pattern
@@ -47,25 +47,16 @@ class FfnTiling:
     slots: int
     scaled: bool
 
-    @property
-    def kernel(self) -> str:
-        """The kernel's name, and its file's without the ending."""
-        return "fused_ffn"
+    kernel: ClassVar[str] = "fused_ffn"
+    whole_units: ClassVar[bool] = True
+    """Whether rows of y past the last are written: the rows of y of a warpgroup hold what waits for its last factor."""
+    neighbours: ClassVar[bool] = False
+    """Whether a step has an even tile and the next one where it can: the registers of both are an operand as they are."""
 
     @property
     def threads(self) -> int:
         """Threads of a block: one warpgroup brings data."""
         return 128 * (WARPGROUPS + 1)
-
-    @property
-    def unit_rows(self) -> int:
-        """Rows that blocks take in turn."""
-        return ROWS_OF_WARPGROUP
-
-    @property
-    def whole_units(self) -> bool:
-        """Whether rows of y past the last are written: a unit's rows of y hold what waits for its last factor."""
-        return True
 
     @property
     def vector(self) -> int:
@@ -81,11 +72,6 @@ class FfnTiling:
     def span(self) -> int:
         """Adjacent columns of the last factor that a lane holds."""
         return 2 * self.run
-
-    @property
-    def neighbours(self) -> bool:
-        """Whether a step has an even tile and the next one where it can: the registers of both are an operand as they are."""
-        return False
 
     @property
     def pieces(self) -> int:
