@@ -8,15 +8,11 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.kernel import Kernel, Rows, Sizes, current_stream, in_rows, load_kernel
-from flysurgery.gpu.modes import in_halves
+from flysurgery.gpu.modes import in_halves, scaled_rows
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.single_choice import candidates, single_reason
 from flysurgery.gpu.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
-
-_WEIGHT_EXPONENT = 11
-_LARGEST_SCALE = 123
-_SMALLEST_SCALE = -115
 
 
 class SingleFactor:
@@ -71,9 +67,8 @@ class SingleFactor:
         if self.mode in ("fp16", "bf16"):
             dtype = torch.float16 if self.mode == "fp16" else torch.bfloat16
             return _with_header(panels.to(dtype), torch.zeros(1, dtype=torch.int32, device=factor.device))
-        exponent = _scale_exponent(factor.detach())
-        scaled = panels.float() * _power_of_two(exponent)
-        return _with_header(torch.stack(in_halves(scaled, tile.planes), dim=5), exponent)
+        scaled, exponent = scaled_rows(panels.float().reshape(1, -1))
+        return _with_header(torch.stack(in_halves(scaled.view(panels.shape), tile.planes), dim=5), exponent)
 
     def run(
         self,
@@ -105,14 +100,3 @@ class SingleFactor:
 def _with_header(planes: Tensor, exponent: Tensor) -> Tensor:
     header = torch.nn.functional.pad(exponent, (0, HEADER_BYTES // 4 - 1)).view(torch.uint8)
     return torch.cat((header, planes.contiguous().reshape(-1).view(torch.uint8)))
-
-
-def _scale_exponent(factor: Tensor) -> Tensor:  # shape: (1,), int32
-    """The power of two that brings the largest finite weight to [2^11, 2^12), without a synchronization."""
-    weights = factor.float()
-    largest = torch.where(weights.isfinite(), weights.abs(), 0.0).amax().reshape(1)
-    return (_WEIGHT_EXPONENT + 127 - (largest.view(torch.int32) >> 23)).clamp(_SMALLEST_SCALE, _LARGEST_SCALE)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    return ((exponent + 127) << 23).view(torch.float32)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd
@@ -10,9 +11,39 @@ from math import ceil, gcd
 from flysurgery.gpu.modes import MODE_NUMBERS
 from flysurgery.patterns import Pattern
 
-_BANKS = 32
-Accesses = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
-"""For each warp-wide access its width in bytes, and each lane's row and byte offset within the row."""
+_BANKS, _LANES = 32, 32
+Spans = Callable[..., list[tuple[int, int]]]
+"""What lane t of the four that share a row reads or writes of it, as ``(first byte, bytes)``."""
+
+
+def _read_spans(t: int, residue_warps: int, residues: int, interleaved: bool, element_bytes: int) -> list[tuple[int, int]]:
+    """Of a warp of the kernel that reads 16 inputs q."""
+    pitch = residue_warps * residues * element_bytes
+    if residue_warps == 1 and not interleaved:
+        return [(t * 4 * pitch, 4 * residues * element_bytes)]
+    size = -(-residues * element_bytes // 4) * 4
+    return [((t + 4 * m if interleaved else 4 * t + m) * pitch, size) for m in range(4)]
+
+
+def _write_spans(t: int, residue_warps: int, residues: int, element_bytes: int) -> list[tuple[int, int]]:
+    """Of a warp of the kernel that writes a tile of 8 outputs."""
+    pitch = residue_warps * residues * element_bytes
+    return [(2 * t * pitch, 2 * pitch)] if residue_warps == 1 else [((2 * t + p) * pitch, residues * element_bytes) for p in (0, 1)]
+
+
+def best_pitch(row_bytes: int, spans: Spans, *sizes: int) -> tuple[int, float]:
+    """The shortest pitch of at least ``row_bytes`` with the fewest conflicts, and its wavefronts over the least possible."""
+    base = -(-row_bytes // 16) * 16
+    pad, conflicts = _best_pad(base % (4 * _BANKS) + 4 * _BANKS, spans, *sizes)  # with a pitch of 0 all rows would coincide
+    return base + pad, conflicts
+
+
+@lru_cache(maxsize=8192)
+def _best_pad(base: int, spans: Spans, *sizes: int) -> tuple[int, float]:
+    vectors = [[vector for span in spans(t, *sizes) for vector in _vectors(*span)] for t in range(4)]
+    accesses = [*zip(*vectors, strict=True)]  # warp-wide ones, of the four lanes of a row each
+    conflicts, pad = min((_wavefronts(base + pad, accesses), pad) for pad in range(0, 4 * _BANKS, 16))
+    return pad, conflicts
 
 
 def _vectors(start: int, size: int) -> list[tuple[int, int]]:
@@ -21,65 +52,16 @@ def _vectors(start: int, size: int) -> list[tuple[int, int]]:
     return [(start + offset, width) for offset in range(0, size, width)]
 
 
-def _gather(lanes: list[list[tuple[int, int]]]) -> Accesses:
-    steps = len(lanes[0])
-    return tuple((lanes[0][s][1], tuple((lane // 4, lanes[lane][s][0]) for lane in range(32))) for s in range(steps))
-
-
-def _read_accesses(residue_warps: int, residues: int, interleaved: bool, element_bytes: int) -> Accesses:
-    """What a warp of the kernel reads for 16 inputs q of rows g = lane / 4."""
-    pitch = residue_warps * residues * element_bytes
-    lanes = []
-    for lane in range(32):
-        t = lane % 4
-        if residue_warps == 1 and not interleaved:
-            lanes.append(_vectors(t * 4 * pitch, 4 * residues * element_bytes))
-        else:
-            inputs = [t + 4 * m if interleaved else 4 * t + m for m in range(4)]
-            size = -(-residues * element_bytes // 4) * 4
-            lanes.append([vector for q in inputs for vector in _vectors(q * pitch, size)])
-    return _gather(lanes)
-
-
-def _write_accesses(residue_warps: int, residues: int, element_bytes: int) -> Accesses:
-    """What a warp of the kernel writes for a tile of 8 outputs of rows g = lane / 4."""
-    pitch = residue_warps * residues * element_bytes
-    lanes = []
-    for lane in range(32):
-        p = 2 * (lane % 4)
-        if residue_warps == 1:
-            lanes.append(_vectors(p * pitch, 2 * pitch))
-        else:
-            lanes.append([vector for output in (p, p + 1) for vector in _vectors(output * pitch, residues * element_bytes)])
-    return _gather(lanes)
-
-
-def best_pitch(row_bytes: int, accesses: Callable[..., Accesses], *sizes: int) -> tuple[int, float]:
-    """The shortest pitch of at least ``row_bytes`` with the fewest conflicts, and its wavefronts over the least possible."""
-    base = -(-row_bytes // 16) * 16
-    pad, conflicts = _best_pad(base % (4 * _BANKS) + 4 * _BANKS, accesses, *sizes)  # with a pitch of 0 all rows would coincide
-    return base + pad, conflicts
-
-
-@lru_cache(maxsize=8192)
-def _best_pad(base: int, accesses: Callable[..., Accesses], *sizes: int) -> tuple[int, float]:
-    made = accesses(*sizes)
-    conflicts, pad = min((_wavefronts(base + pad, made), pad) for pad in range(0, 4 * _BANKS, 16))
-    return pad, conflicts
-
-
-def _wavefronts(pitch: int, accesses: Accesses) -> float:
-    count = 0
-    least = 0.0
-    for width, lanes in accesses:
-        together = 32 * 4 // width
-        for start in range(0, 32, together):
-            words = {(row * pitch + offset) // 4 + w for row, offset in lanes[start : start + together] for w in range(width // 4)}
-            banks = [0] * _BANKS
-            for word in words:
-                banks[word % _BANKS] += 1
-            count += max(banks)
-        least += len(lanes) * width / (4 * _BANKS)
+def _wavefronts(pitch: int, accesses: Sequence[Sequence[tuple[int, int]]]) -> float:
+    count, least = 0, 0.0
+    for of_row in accesses:
+        width = of_row[0][1]
+        together = _LANES * 4 // width
+        for start in range(0, _LANES, together):
+            starts = [(lane // 4 * pitch + of_row[lane % 4][0]) // 4 for lane in range(start, start + together)]
+            words = {first + word for first in starts for word in range(width // 4)}
+            count += max(Counter(word % _BANKS for word in words).values())
+        least += _LANES * width / (4 * _BANKS)
     return count / least
 
 
@@ -186,14 +168,14 @@ class SingleTiling:
     def _x_pitch_and_conflicts(self) -> tuple[int, float]:
         config, width = self.config, self.element_bytes
         sizes = config.residue_warps, config.residues, config.interleaved, width
-        return best_pitch(config.chunk * config.block_residues * width, _read_accesses, *sizes)
+        return best_pitch(config.chunk * config.block_residues * width, _read_spans, *sizes)
 
     @property
     def y_pitch(self) -> int:
         """Bytes from row to row of a slab of y."""
         config, width = self.config, self.element_bytes
         sizes = config.residue_warps, config.residues, width
-        return best_pitch(config.block_outputs * config.block_residues * width, _write_accesses, *sizes)[0]
+        return best_pitch(config.block_outputs * config.block_residues * width, _write_spans, *sizes)[0]
 
     @property
     def x_vector(self) -> int:
