@@ -62,8 +62,7 @@ def run_layer_norm(
     sources = tuple(part for part in (weight, bias) if part is not None)
 
     def make() -> tuple[Tensor, ...]:
-        ones, zeros = x.new_ones(features, dtype=torch.float32), x.new_zeros(features, dtype=torch.float32)
-        return (ones if weight is None else ones * weight.detach(), zeros if bias is None else zeros + bias.detach())
+        return tuple(part.clone() for part in _wide(x, weight, bias) if part is not None)
 
     wide = derived(("layer norm", weight is None), sources, make, inference=True) if sources else (None, None)
     _launch(x, wide[0], wide[1], y, eps)
