@@ -17,12 +17,12 @@
 // loading thread has requested at once).
 // Limits: sm_90a; keys up to CHUNK*CHUNKS, which is up to ROWS, and less than 16*CHUNKS fewer; queries up to ROWS; scale > 0; features adjacent,
 // rows at multiples of 16 bytes.
+#include "mode.cuh"
 #include "scale.cuh"
 #include "wgmma_rows.cuh"
 
 typedef long long i64;
 
-constexpr bool kPairs = MODE == 3;
 constexpr int kHead = 64, kRow = 2 * kHead, kImage = ROWS * kRow, kSlot = kPairs ? 2 * kImage : kImage, kTiles = kHead / 8, kChunkTiles = CHUNK / 8;
 constexpr int kSpare = TILES * 64 > ROWS ? (TILES * 64 - ROWS) * kRow : 0;
 constexpr int kWarpgroups = 3, kRegisters = 144, kBringing = 80;  // of a multiplying thread, and of a loading thread; together all registers
@@ -33,8 +33,6 @@ struct Strides {
     i64 batch, head, token;  // elements
 };
 
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
-
 // The n-th of what passes through the ring, from both sides; exponents of its rows, or one of them all in the place of the first.
 struct Ring {
     u32 slots, arrived, freed, exponents;
@@ -44,17 +42,10 @@ struct Ring {
     __device__ __forceinline__ void wait_freed(int n) const { barrier_wait(freed + 8 * (n % SLOTS), ~(n / SLOTS) & 1); }
     __device__ __forceinline__ void free(int n) const { barrier_arrive(freed + 8 * (n % SLOTS)); }
     __device__ __forceinline__ void hand_over(int n) const {  // wgmma reads what this thread has stored
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        fence_async();
         barrier_arrive(arrived + 8 * (n % SLOTS));
     }
 };
-
-__device__ __forceinline__ u32 place(int row, int piece) { return row * kRow + ((piece ^ row % 8) << 4); }
-
-__device__ __forceinline__ void split(float a, float b, u32& hi, u32& lo) {
-    hi = round2(a, b);
-    if constexpr (kPairs) lo = round2(a - widen((u16)hi), b - widen((u16)(hi >> 16)));
-}
 
 __device__ __forceinline__ float largest(const float4& x) { return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))); }
 
@@ -71,9 +62,9 @@ struct Share {
     }
     __device__ __forceinline__ void store(u32 slot, int n, const float4& x, float by) const {
         u32 hi[2], lo[2];
-        split(x.x * by, x.y * by, hi[0], lo[0]);
-        split(x.z * by, x.w * by, hi[1], lo[1]);
-        const u32 to = slot + place(row(n), threadIdx.x % 16 / 2) + threadIdx.x % 2 * 8;
+        split2(x.x * by, x.y * by, hi[0], lo[0]);
+        split2(x.z * by, x.w * by, hi[1], lo[1]);
+        const u32 to = slot + row_piece_at(row(n), threadIdx.x % 16 / 2) + threadIdx.x % 2 * 8;
         store_shared_pair(to, hi[0], hi[1]);
         if constexpr (kPairs) store_shared_pair(to + kImage, lo[0], lo[1]);
     }
@@ -242,7 +233,7 @@ attention(const float* __restrict__ q, const float* __restrict__ k, const float*
                     if (n >= kSure && n * 8 >= left) one = 0.0f;  // where the scale is zero too
                     if (n >= kSure && n * 8 + 1 >= left) two = 0.0f;
                     total[h] += one + two;
-                    split(one, two, hi[n][h], lo[kPairs ? n : 0][h]);
+                    split2(one, two, hi[n][h], lo[kPairs ? n : 0][h]);
                 }
 
             if (chunk == 0) ring.wait_arrived(of_values);

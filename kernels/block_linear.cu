@@ -41,10 +41,6 @@ constexpr bool kLines = ACTIVATION && kRun == 8 && kTiles / RUN % 2 == 0;  // st
 static_assert(kRun % 8 == 0 && kTiles % RUN == 0, "a lane holds whole vectors");
 static_assert(!ACTIVATION || !RESIDUAL, "nothing is added behind an activation");
 
-__device__ __forceinline__ void store_shared(u32 address, const u32 (&w)[4]) {
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
-}
-
 // -mean * s and s of a row, whose four lanes have the moments of every fourth part each.
 __device__ __forceinline__ float2 scale_of(const Vector<8> (&parts)[kParts], int t, float eps) {
     float mean = 0.0f, squares = 0.0f;
@@ -192,7 +188,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
                         packed.w[k] = ACTIVATION ? activate_pair<ACTIVATION>(out[2 * k], out[2 * k + 1]) : round2(out[2 * k], out[2 * k + 1]);
                     }
                     if (kTurned) {
-                        store_shared(turned + (lane * kRun + v * 8) * 2, packed.w);
+                        store_shared_four(turned + (lane * kRun + v * 8) * 2, packed.w);
                     } else if (kLines && r % 2 == 0) {
                         before[h] = packed;
                     } else if (kLines) {

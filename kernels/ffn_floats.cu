@@ -301,7 +301,7 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
 #pragma unroll
                 for (int n = 0; n < kTiles1; ++n) held.put(block * kTiles1 + n, acc[n], u_fit);
             }
-            fence_copies();
+            fence_async();
             meet_warpgroup(warpgroup);
         }
 
@@ -347,7 +347,7 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
 #pragma unroll
                         for (int k = 0; k < 2; ++k) split2(now[n][2 * k], now[n][2 * k + 1], hi[n / 2][n % 2 * 2 + k], lo[n / 2][n % 2 * 2 + k]);
                     }
-                    fence_copies();
+                    fence_async();
                 }
 #pragma unroll
                 for (int part = 0; part < PARTS3; ++part) multiply_operands<kImage3, kSteps3>(sums, hi + part * kSteps3, lo + part * kSteps3, weights[part]);
@@ -373,7 +373,7 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
         char* const y_row = y + at.row * kRowOfY;
         const char* const v_lane[2] = {at.in_row(y, kRowOfY, 0, at.t * 8), at.in_row(y, kRowOfY, 1, at.t * 8)};
         held.template take<0>(v_lane, fits[3]);
-        fence_copies();
+        fence_async();
         meet_warpgroup(warpgroup);  // v is there, and outputs may take the place of what other lanes have read
 
         // ---- y = x + scale * (K4 v + bias); the four lanes of a row exchange vectors, so that they store neighbouring ones
@@ -401,7 +401,7 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
                 wgmma_wait<0>();
                 multiply_and_add(acc[j], to_output, floats, t);
                 if (SCALED) multiply_columns(acc[j], floats + COLUMNS4 * 4, t);
-                fence_copies();
+                fence_async();
                 ring.template leave<PARTS4>();
             }
 #pragma unroll

@@ -14,12 +14,6 @@ __device__ __forceinline__ void broadcast(float (&acc)[TILES][4], u32 address, i
     }
 }
 
-// Orders the thread's reads and writes in shared memory before the copy engine's writes and the products' reads. An arrival at a barrier
-// orders reads before other threads' stores only: without the fence a slot may be filled again while loads from it are in flight.
-__device__ __forceinline__ void fence_copies() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 // acc *= float32 values in panel order; asm keeps the compiler from doing it later, when registers are scarcer.
 template <int TILES>
 __device__ __forceinline__ void multiply_columns(float (&acc)[TILES][4], u32 address, int t) {
@@ -30,7 +24,7 @@ __device__ __forceinline__ void multiply_columns(float (&acc)[TILES][4], u32 add
 #pragma unroll
         for (int e = 0; e < 4; ++e) asm volatile("mul.f32 %0, %0, %1;" : "+f"(acc[n][e]) : "f"(__uint_as_float(pair[e % 2])));
     }
-    fence_copies();
+    fence_async();
 }
 
 // Lane t of the four lanes of a row holds vectors N*t .. N*t + N-1 of 4*N; where N is odd it gets vectors t, t + 4, ...: in turn n all give their

@@ -23,7 +23,7 @@
 // Biases and scales were packed so; where there is no scale, the last step multiplies.
 //
 // What orders the copy engine: it fills a slot after all threads have left it, which they do when their products with it are done (wgmma_wait) and
-// when what threads read from it is in registers (fence_copies); it writes x after the last product with v; v after all have multiplied u.
+// when what threads read from it is in registers (fence_async); it writes x after the last product with v; v after all have multiplied u.
 //
 // Times on an H200: recipes/results/kernels_h200.csv (`python recipes/kernel_tables.py fused_ffn`).
 //
@@ -86,13 +86,6 @@ constexpr int kUnrolled = kWrittenOut ? kAllPieces : 1;
 __constant__ constexpr u32 kTilesOfClass2[D2][STEPS2] = U_TABLE;
 
 constexpr u32 kNoTile = 0xffffffffu;
-
-template <int TILES, int O = 0>
-__device__ __forceinline__ void multiply(float (&acc)[TILES][4], const u32 (&a)[4], u64 panel, int accumulate) {
-    constexpr int kPiece = wgmma_piece((TILES - O) * 8);
-    Wgmma<kPiece>::template run<O>(acc, a, panel + O * 8, accumulate);
-    if constexpr (O + kPiece / 8 < TILES) multiply<TILES, O + kPiece / 8>(acc, a, panel, accumulate);
-}
 
 // The descriptor of a panel of weights from its address / 16; `bytes` further on it is greater by bytes / 16.
 template <int COLUMNS>
@@ -231,7 +224,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                 }
                 wgmma_wait<0>();
                 finish(A1 * kProducts1 - 1);
-                fence_copies();
+                fence_async();
                 meet_warpgroup(warpgroup);
             }
 
@@ -301,7 +294,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                         const u64 weights = describe<kTiles3 * 8>(ring.sixteenths(more + part));
                         wgmma_fence();
 #pragma unroll
-                        for (int s = 0; s < kSteps3; ++s) multiply(sums, a[part * kSteps3 + s], weights + s * kTiles3 * 16, 1);
+                        for (int s = 0; s < kSteps3; ++s) wgmma_pieces(sums, a[part * kSteps3 + s], weights + s * kTiles3 * 16);
                         wgmma_commit();
                         there = 0;
                         if (part + 1 < PARTS3) {
@@ -357,7 +350,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                     }
                 }
             }
-            fence_copies();
+            fence_async();
             meet_warpgroup(warpgroup);
             if (A3 > 1) barrier_wait(arrived + 8 * warpgroup, 1);
             const Place at(round, rows);

@@ -36,14 +36,6 @@
 
 // ---- epilogue -----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void widen_vector(float* out, const Vector<kStore>& v) {
-#pragma unroll
-    for (int k = 0; k < kStore / 4; ++k) {
-        if constexpr (kFloat) out[k] = __uint_as_float(v.w[k]);
-        else { out[2 * k] = widen((u16)v.w[k]); out[2 * k + 1] = widen((u16)(v.w[k] >> 16)); }
-    }
-}
-
 // A lane t of four holds the vectors 3t to 3t + 2 of a row. Neighbours exchange their second ones, so that all stores fill sectors of 32 bytes.
 __device__ __forceinline__ void store_three(char* to, const Vector<kStore> (&held)[kPlaces], bool odd, bool inside) {
     Vector<kStore> first, second, third;
@@ -398,9 +390,9 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                             Vector<kStore> bias_vector;
                             if constexpr (kStore == 16) load_shared(bias_vector.w, at);
                             else load_shared_pair(bias_vector.w, at);
-                            widen_vector(b[i / kHalves][half], bias_vector);
+                            spread(b[i / kHalves][half], bias_vector);
                         }
-                        if constexpr (SCALED) widen_vector(s, *reinterpret_cast<const Vector<kStore>*>(bias + kOutFeatures * kElem + byte + t * kLaneStride));
+                        if constexpr (SCALED) spread(s, *reinterpret_cast<const Vector<kStore>*>(bias + kOutFeatures * kElem + byte + t * kLaneStride));
 #pragma unroll
                         for (int h = 0; h < 2; ++h) {
                             float out[kPer];
@@ -417,17 +409,12 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                             }
                             if (RESIDUAL && left > h * 8) {
                                 float r[kPer];
-                                widen_vector(r, *reinterpret_cast<const Vector<kStore>*>(residual_base + (g + h * 8) * residual_stride + t * kLaneStride + byte));
+                                spread(r, *reinterpret_cast<const Vector<kStore>*>(residual_base + (g + h * 8) * residual_stride + t * kLaneStride + byte));
 #pragma unroll
                                 for (int e = 0; e < kPer; ++e) out[e] += r[e];
                             }
-                            Vector<kStore>& packed = held[h][place];
-#pragma unroll
-                            for (int k = 0; k < kStore / 4; ++k) {
-                                if constexpr (kFloat) packed.w[k] = __float_as_uint(out[k]);
-                                else packed.w[k] = round2(out[2 * k], out[2 * k + 1]);
-                            }
-                            if (!kExchanged && left > h * 8) *reinterpret_cast<Vector<kStore>*>(y_base + (y_lane + h * 8 * kRowOfY + byte)) = packed;
+                            held[h][place] = rounded<kStore>(out);
+                            if (!kExchanged && left > h * 8) *reinterpret_cast<Vector<kStore>*>(y_base + (y_lane + h * 8 * kRowOfY + byte)) = held[h][place];
                         }
                     }
                     if constexpr (kExchanged)

@@ -4,12 +4,6 @@
 #include "mode.cuh"
 #include "wgmma.cuh"
 
-// hi and lo halves of two floats.
-__device__ __forceinline__ void split2(float a, float b, u32& hi, u32& lo) {
-    hi = round2(a, b);
-    if constexpr (kPairs) lo = round2(a - widen((u16)hi), b - widen((u16)(hi >> 16)));
-}
-
 template <int TILES_, int O = 0>
 __device__ __forceinline__ void wgmma_step(float (&acc)[TILES_][4], const u32 (&a)[4], u32 address, int columns) {
     constexpr int kPiece = wgmma_piece((TILES_ - O) * 8);

@@ -64,6 +64,8 @@ __device__ __forceinline__ float widen(u16 h) {
     return f;
 }
 
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
 __device__ __forceinline__ float exp2_fast(float v) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
@@ -81,6 +83,27 @@ __device__ __forceinline__ float high_half(u32 w) {
     if constexpr (MODE == 1) return __uint_as_float(w & 0xffff0000u);
     else return widen((u16)(w >> 16));
 }
+
+// The elements of a vector, of the type that MODE says, as float32; and a vector of such values, rounded.
+template <int BYTES, int COUNT>
+__device__ __forceinline__ void spread(float (&to)[COUNT], const Vector<BYTES>& from) {
+#pragma unroll
+    for (int k = 0; k < BYTES / 4; ++k) {
+        if constexpr (MODE >= 2) to[k] = __uint_as_float(from.w[k]);
+        else to[2 * k] = low_half(from.w[k]), to[2 * k + 1] = widen((u16)(from.w[k] >> 16));
+    }
+}
+template <int BYTES, int COUNT>
+__device__ __forceinline__ Vector<BYTES> rounded(const float (&values)[COUNT]) {
+    Vector<BYTES> to;
+#pragma unroll
+    for (int k = 0; k < BYTES / 4; ++k) {
+        if constexpr (MODE >= 2) to.w[k] = __float_as_uint(values[k]);
+        else to.w[k] = round2(values[2 * k], values[2 * k + 1]);
+    }
+    return to;
+}
+
 __device__ __forceinline__ float over_quad_sum(float v) {  // of the four lanes that share a row
     v += __shfl_xor_sync(0xffffffffu, v, 1);
     return v + __shfl_xor_sync(0xffffffffu, v, 2);
@@ -164,7 +187,8 @@ __device__ __forceinline__ u32 barrier_completed(u32 barrier, u32 parity) {
 __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Orders this thread's reads and writes in shared memory before later ones of the copy engine and wgmma.
+// Orders this thread's reads and writes in shared memory before later ones of the copy engine and wgmma. An arrival at a barrier orders reads
+// before other threads' stores only: without the fence a slot may be filled again while loads from it are in flight.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Several arrivals at once.
 __device__ __forceinline__ void barrier_arrive_for(u32 barrier, int count) {

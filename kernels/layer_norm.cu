@@ -63,6 +63,6 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) layer_norm(
                     out[k + 3] = fmaf(out[k + 3], w.w, b.w);
                 }
             }
-            to[step * 32 + lane] = rounded(out);
+            to[step * 32 + lane] = rounded<16>(out);
         }
 }

@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) norm_gradient(
                     of_r[step][k] += out[k];
                     out[k] = fmaf(fmaf(-n[step][k], along, h[step][k] - shift), scale, out[k]);
                 }
-                reinterpret_cast<Vector<16>*>(dx)[row * kVectors + step * 32 + lane] = rounded(out);
+                reinterpret_cast<Vector<16>*>(dx)[row * kVectors + step * 32 + lane] = rounded<16>(out);
             }
     }
     sums += (long long)blockIdx.x * 3 * COLUMNS;

@@ -57,8 +57,8 @@ __device__ __forceinline__ void several(Vector<16>* of_u, Vector<16>* of_g, long
                 value[k] = with_slope(value[k], slope);
                 gradient[k] *= slope;
             }
-            of_u[(row + n * step) * kVectors] = rounded(value);
-            of_g[(row + n * step) * kVectors] = rounded(gradient);
+            of_u[(row + n * step) * kVectors] = rounded<16>(value);
+            of_g[(row + n * step) * kVectors] = rounded<16>(gradient);
         }
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) total[k] += gradient[k];

@@ -38,8 +38,6 @@ constexpr int kHeads = (SLOTS + 2) / 3;  // whose queries are in the ring, at mo
 constexpr int kEarly = kChunkTiles >= 4 * CHUNKS ? kChunkTiles / 2 : 0;  // tiles whose keys are all there, and that are looked at early
 constexpr float kLog2E = 1.44269504088896341f;
 
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
-
 // The n-th of what passes through the ring, from both sides.
 struct Ring {
     u32 slots, arrived, freed, finished;
@@ -56,8 +54,6 @@ struct Ring {
     }
     __device__ __forceinline__ void wait_finished(int turn) const { barrier_wait(finished + 8 * (turn % kHeads), turn / kHeads & 1); }
 };
-
-__device__ __forceinline__ u32 place(int row, int piece) { return row * kRow + ((piece ^ row % 8) << 4); }
 
 // c[i] = 64 rows of keys * 8 queriesᵀ, for every tile of keys.
 template <int I, int T>
@@ -144,8 +140,8 @@ __device__ __forceinline__ void attend_last(const Ring& ring, int turn, u32 met,
         for (int w = 0; w < 4; ++w) total[q] += __uint_as_float(load_shared_one(sums + 32 * w + 8 * t + 4 * q));
         const float by = reciprocal_fast(total[q]);
         const u32 both = round2(out[q] * by, out[2 + q] * by);  // of the features g and 8 + g of this warp's 16
-        store_shared_half(query_rows + place(2 * t + q, 2 * warp) + 2 * g, (u16)both);
-        store_shared_half(query_rows + place(2 * t + q, 2 * warp + 1) + 2 * g, (u16)(both >> 16));
+        store_shared_half(query_rows + row_piece_at(2 * t + q, 2 * warp) + 2 * g, (u16)both);
+        store_shared_half(query_rows + row_piece_at(2 * t + q, 2 * warp + 1) + 2 * g, (u16)(both >> 16));
     }
     ring.finish(turn);
 }
@@ -294,7 +290,7 @@ short_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Ten
                 const float by = reciprocal_fast(over_quad_sum(total[h]));
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n)
-                    store_shared(query_rows + place(first + g + 8 * h, n) + 4 * t, round2(out[n][2 * h] * by, out[n][2 * h + 1] * by));
+                    store_shared(query_rows + row_piece_at(first + g + 8 * h, n) + 4 * t, round2(out[n][2 * h] * by, out[n][2 * h + 1] * by));
             }
         }
         ring.finish(turn);

@@ -3,13 +3,6 @@
 
 #include "single_shape.cuh"
 
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 out;
-    if constexpr (MODE == MODE_BF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-    return out;
-}
-
 // Raw elements of one row for 16 q: words[...] such that element (m, r) is q number m of this thread and residue r of this warp
 constexpr int ROW_WORDS = CONTIGUOUS_Q ? R * ES : 4 * ((R * ES + 3) / 4);
 
@@ -69,10 +62,10 @@ __device__ __forceinline__ bool read_fragments(Fragments& f, const Sums& sums, c
                     } else {
                         float first = __uint_as_float(words[element_at(m, r)]) * sums.scale[mt][r][h];
                         float second = __uint_as_float(words[element_at(m + 1, r)]) * sums.scale[mt][r][h];
-                        u32 hi = pack(first, second), probe = hi;
+                        u32 hi = round2(first, second), probe = hi;
                         f.hi[mt][r][m + h] = hi;
                         if constexpr (PLANES == 2) {
-                            probe = pack(first - half_to_float(hi, 0), second - half_to_float(hi, 1));
+                            probe = round2(first - low_half(hi), second - high_half(hi));
                             f.lo[mt][r][m + h] = probe;
                         }
                         asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(check) : "r"(probe), "r"(0));

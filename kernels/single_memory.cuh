@@ -1,10 +1,9 @@
 // Moves between global memory, shared memory and registers, as single_factor.cu and transpose.cu need them.
 #pragma once
 
-typedef unsigned int u32;
-typedef long long i64;
+#include "instructions.cuh"
 
-__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+typedef long long i64;
 
 template <int BYTES>
 __device__ __forceinline__ void copy_async(char* to, const char* from, bool valid) {
@@ -14,7 +13,7 @@ __device__ __forceinline__ void copy_async(char* to, const char* from, bool vali
         asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? BYTES : 0), "n"(BYTES)
                      : "memory");
     } else {
-        *(unsigned short*)to = valid ? *(const unsigned short*)from : (unsigned short)0;
+        *(u16*)to = valid ? *(const u16*)from : (u16)0;
     }
 }
 
@@ -75,7 +74,7 @@ __device__ __forceinline__ void move(char* to, const char* from) {
     if constexpr (BYTES == 16) *(uint4*)to = *(const uint4*)from;
     else if constexpr (BYTES == 8) *(uint2*)to = *(const uint2*)from;
     else if constexpr (BYTES == 4) *(u32*)to = *(const u32*)from;
-    else *(unsigned short*)to = *(const unsigned short*)from;
+    else *(u16*)to = *(const u16*)from;
 }
 
 // WORDS words from or to shared memory in the widest accesses that a start aligned like WORDS allows

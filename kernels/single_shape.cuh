@@ -38,14 +38,7 @@ struct Place {  // which part of the product this thread works on
     int wm, wn, wj, g, t, lane;
 };
 
-__device__ __forceinline__ float half_to_float(u32 pair, int upper) {
-    float out;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"((unsigned short)(upper ? pair >> 16 : pair)));
-    return out;
-}
-
 __device__ __forceinline__ float stored_to_float(const char* from) {
     if constexpr (ES == 4) return *(const float*)from;
-    unsigned short bits = *(const unsigned short*)from;
-    return MODE == MODE_BF16 ? __uint_as_float((u32)bits << 16) : half_to_float(bits, 0);
+    return widen(*(const u16*)from);
 }

@@ -16,11 +16,8 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32
 // The B fragments of two neighbouring n8 tiles (one, where NT is odd and this is the last): b[0..1] and b[2..3]
 template <bool PAIR>
 __device__ __forceinline__ void read_weights(u32 (&b)[4], u32 address) {
-    if constexpr (PAIR) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address));
-    } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(b[0]), "=r"(b[1]) : "r"(address));
-    }
+    if constexpr (PAIR) load_matrices(b, address);
+    else asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(b[0]), "=r"(b[1]) : "r"(address));
 }
 
 __device__ __forceinline__ void start_sums(Sums& sums) {
@@ -121,7 +118,7 @@ __device__ __forceinline__ void own_words(u32 (&words)[OWN_WORDS], const Sums& s
         if constexpr (ES == 4) {
             words[w] = __float_as_uint(sums.value[mt][w % R][nt][2 * h + w / R]);
         } else {
-            words[w] = pack(sums.value[mt][(2 * w) % R][nt][2 * h + 2 * w / R], sums.value[mt][(2 * w + 1) % R][nt][2 * h + (2 * w + 1) / R]);
+            words[w] = round2(sums.value[mt][(2 * w) % R][nt][2 * h + 2 * w / R], sums.value[mt][(2 * w + 1) % R][nt][2 * h + (2 * w + 1) / R]);
         }
     }
 }

@@ -12,17 +12,15 @@
 //
 // Memory-bound: at the rate of a copy where both vectors are wide. At d = 2, 3 and 6 those on one side are an element or two, which costs time.
 //
-// Defines: TYPE (0 float32, 1 float16, 2 bfloat16), MATRICES, SLOW, FAST, TILE_SLOW, TILE_FAST, TOGETHER, IN_VECTOR, OUT_VECTOR.
+// Defines: MODE (0 float16, 1 bfloat16, 2 float32), MATRICES, SLOW, FAST, TILE_SLOW, TILE_FAST, TOGETHER, IN_VECTOR, OUT_VECTOR.
 // Limits: sm_80 or newer. IN_VECTOR divides FAST and TILE_FAST, OUT_VECTOR divides SLOW and TILE_SLOW; either takes at most 16 bytes.
 // Addresses and strides are multiples of 16 bytes, or both vectors are one element.
 
 #include "single_memory.cuh"
 
-typedef unsigned short u16;
-
 constexpr int THREADS = 256;
-constexpr int ES = TYPE == 0 ? 4 : 2;                             // bytes an element
-constexpr int EACH = TYPE != 0 && IN_VECTOR % 2 == 0 ? 2 : 1;     // elements a word in shared memory
+constexpr int ES = MODE == 2 ? 4 : 2;                             // bytes an element
+constexpr int EACH = MODE != 2 && IN_VECTOR % 2 == 0 ? 2 : 1;     // elements a word in shared memory
 constexpr int IN_WORDS = IN_VECTOR / EACH;
 constexpr int OUT_WORDS = OUT_VECTOR * ES >= 4 ? OUT_VECTOR * ES / 4 : 1;
 constexpr int LINE = TILE_FAST / EACH, LINES = TILE_SLOW / OUT_VECTOR;  // words a line, lines an area
@@ -36,7 +34,7 @@ constexpr bool JOINED = EACH == 2 && OUT_VECTOR == SLOW && OUT_VECTOR * ES <= 8 
 
 template <bool WIDE> struct Bits { typedef u32 type; };
 template <> struct Bits<false> { typedef u16 type; };
-typedef Bits<TYPE == 0 || EACH == 2>::type Word;
+typedef Bits<MODE == 2 || EACH == 2>::type Word;
 
 template <int ELEMENTS>
 __device__ __forceinline__ void read_vector(u32* to, const char* from) {
@@ -51,23 +49,15 @@ __device__ __forceinline__ void write_vector(char* to, const u32* from) {
 }
 
 __device__ __forceinline__ u32 add_halves(u32 left, u32 right) {
-    float sum;
+    const float sum = widen((u16)left) + widen((u16)right);
     u16 half;
-    if constexpr (TYPE == 2) {
-        sum = __uint_as_float(left << 16) + __uint_as_float(right << 16);
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(sum));
-    } else {
-        float a, b;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(a) : "h"((u16)left));
-        asm("cvt.f32.f16 %0, %1;" : "=f"(b) : "h"((u16)right));
-        sum = a + b;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(sum));
-    }
+    if constexpr (MODE == 1) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(sum));
+    else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(sum));
     return half;
 }
 
 __device__ __forceinline__ u32 add(u32 left, u32 right) {
-    if constexpr (TYPE == 0) return __float_as_uint(__uint_as_float(left) + __uint_as_float(right));
+    if constexpr (MODE == 2) return __float_as_uint(__uint_as_float(left) + __uint_as_float(right));
     else return add_halves(left & 0xffff, right & 0xffff) | add_halves(left >> 16, right >> 16) << 16;
 }
 
@@ -75,7 +65,7 @@ __device__ __forceinline__ u32 add(u32 left, u32 right) {
 __device__ __forceinline__ void take_column(u32* to, const u32* words, int column) {
 #pragma unroll
     for (int w = 0; w < OUT_WORDS; ++w) {
-        if constexpr (TYPE == 0) to[w] = words[w];
+        if constexpr (MODE == 2) to[w] = words[w];
         else if constexpr (OUT_VECTOR == 1) to[w] = words[0] >> 16 * column;
         else to[w] = __byte_perm(words[2 * w], words[2 * w + 1], column ? 0x7632 : 0x5410);
     }

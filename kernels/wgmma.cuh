@@ -27,7 +27,7 @@ __host__ __device__ constexpr int wgmma_piece(int columns) {
     return columns % 128 == 0 ? 128 : columns % 96 == 0 ? 96 : columns % 72 == 0 ? 72 : columns % 64 == 0 ? 64 : columns <= 48 && columns != 0 ? columns : columns % 48 == 0 ? 48 : columns % 40 == 0 ? 40 : columns % 32 == 0 ? 32 : columns % 24 == 0 ? 24 : columns % 16 == 0 ? 16 : 8;
 }
 
-// The sums of n column tiles: their operands in the text of an instruction, and the operands themselves.
+// The sums of n column tiles, for the n below: their operands in the text of an instruction, and the operands themselves.
 #define WGMMA_TEXT_1 "%0,%1,%2,%3"
 #define WGMMA_TEXT_2 WGMMA_TEXT_1 ",%4,%5,%6,%7"
 #define WGMMA_TEXT_3 WGMMA_TEXT_2 ",%8,%9,%10,%11"
@@ -41,25 +41,10 @@ __host__ __device__ constexpr int wgmma_piece(int columns) {
 #define WGMMA_TEXT_11 WGMMA_TEXT_10 ",%40,%41,%42,%43"
 #define WGMMA_TEXT_12 WGMMA_TEXT_11 ",%44,%45,%46,%47"
 #define WGMMA_TEXT_13 WGMMA_TEXT_12 ",%48,%49,%50,%51"
-#define WGMMA_TEXT_14 WGMMA_TEXT_13 ",%52,%53,%54,%55"
-#define WGMMA_TEXT_15 WGMMA_TEXT_14 ",%56,%57,%58,%59"
-#define WGMMA_TEXT_16 WGMMA_TEXT_15 ",%60,%61,%62,%63"
-#define WGMMA_TEXT_17 WGMMA_TEXT_16 ",%64,%65,%66,%67"
-#define WGMMA_TEXT_18 WGMMA_TEXT_17 ",%68,%69,%70,%71"
-#define WGMMA_TEXT_19 WGMMA_TEXT_18 ",%72,%73,%74,%75"
-#define WGMMA_TEXT_20 WGMMA_TEXT_19 ",%76,%77,%78,%79"
-#define WGMMA_TEXT_21 WGMMA_TEXT_20 ",%80,%81,%82,%83"
-#define WGMMA_TEXT_22 WGMMA_TEXT_21 ",%84,%85,%86,%87"
-#define WGMMA_TEXT_23 WGMMA_TEXT_22 ",%88,%89,%90,%91"
-#define WGMMA_TEXT_24 WGMMA_TEXT_23 ",%92,%93,%94,%95"
-#define WGMMA_TEXT_25 WGMMA_TEXT_24 ",%96,%97,%98,%99"
-#define WGMMA_TEXT_26 WGMMA_TEXT_25 ",%100,%101,%102,%103"
-#define WGMMA_TEXT_27 WGMMA_TEXT_26 ",%104,%105,%106,%107"
-#define WGMMA_TEXT_28 WGMMA_TEXT_27 ",%108,%109,%110,%111"
-#define WGMMA_TEXT_29 WGMMA_TEXT_28 ",%112,%113,%114,%115"
-#define WGMMA_TEXT_30 WGMMA_TEXT_29 ",%116,%117,%118,%119"
-#define WGMMA_TEXT_31 WGMMA_TEXT_30 ",%120,%121,%122,%123"
-#define WGMMA_TEXT_32 WGMMA_TEXT_31 ",%124,%125,%126,%127"
+#define WGMMA_TEXT_16 WGMMA_TEXT_13 ",%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WGMMA_TEXT_18 WGMMA_TEXT_16 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define WGMMA_TEXT_24 WGMMA_TEXT_18 ",%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define WGMMA_TEXT_32 WGMMA_TEXT_24 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define WGMMA_C(n) "+f"(c[O + n][0]), "+f"(c[O + n][1]), "+f"(c[O + n][2]), "+f"(c[O + n][3])
 #define WGMMA_SUMS_1 WGMMA_C(0)
 #define WGMMA_SUMS_2 WGMMA_SUMS_1, WGMMA_C(1)
@@ -74,25 +59,10 @@ __host__ __device__ constexpr int wgmma_piece(int columns) {
 #define WGMMA_SUMS_11 WGMMA_SUMS_10, WGMMA_C(10)
 #define WGMMA_SUMS_12 WGMMA_SUMS_11, WGMMA_C(11)
 #define WGMMA_SUMS_13 WGMMA_SUMS_12, WGMMA_C(12)
-#define WGMMA_SUMS_14 WGMMA_SUMS_13, WGMMA_C(13)
-#define WGMMA_SUMS_15 WGMMA_SUMS_14, WGMMA_C(14)
-#define WGMMA_SUMS_16 WGMMA_SUMS_15, WGMMA_C(15)
-#define WGMMA_SUMS_17 WGMMA_SUMS_16, WGMMA_C(16)
-#define WGMMA_SUMS_18 WGMMA_SUMS_17, WGMMA_C(17)
-#define WGMMA_SUMS_19 WGMMA_SUMS_18, WGMMA_C(18)
-#define WGMMA_SUMS_20 WGMMA_SUMS_19, WGMMA_C(19)
-#define WGMMA_SUMS_21 WGMMA_SUMS_20, WGMMA_C(20)
-#define WGMMA_SUMS_22 WGMMA_SUMS_21, WGMMA_C(21)
-#define WGMMA_SUMS_23 WGMMA_SUMS_22, WGMMA_C(22)
-#define WGMMA_SUMS_24 WGMMA_SUMS_23, WGMMA_C(23)
-#define WGMMA_SUMS_25 WGMMA_SUMS_24, WGMMA_C(24)
-#define WGMMA_SUMS_26 WGMMA_SUMS_25, WGMMA_C(25)
-#define WGMMA_SUMS_27 WGMMA_SUMS_26, WGMMA_C(26)
-#define WGMMA_SUMS_28 WGMMA_SUMS_27, WGMMA_C(27)
-#define WGMMA_SUMS_29 WGMMA_SUMS_28, WGMMA_C(28)
-#define WGMMA_SUMS_30 WGMMA_SUMS_29, WGMMA_C(29)
-#define WGMMA_SUMS_31 WGMMA_SUMS_30, WGMMA_C(30)
-#define WGMMA_SUMS_32 WGMMA_SUMS_31, WGMMA_C(31)
+#define WGMMA_SUMS_16 WGMMA_SUMS_13, WGMMA_C(13), WGMMA_C(14), WGMMA_C(15)
+#define WGMMA_SUMS_18 WGMMA_SUMS_16, WGMMA_C(16), WGMMA_C(17)
+#define WGMMA_SUMS_24 WGMMA_SUMS_18, WGMMA_C(18), WGMMA_C(19), WGMMA_C(20), WGMMA_C(21), WGMMA_C(22), WGMMA_C(23)
+#define WGMMA_SUMS_32 WGMMA_SUMS_24, WGMMA_C(24), WGMMA_C(25), WGMMA_C(26), WGMMA_C(27), WGMMA_C(28), WGMMA_C(29), WGMMA_C(30), WGMMA_C(31)
 
 template <int N> struct Wgmma;
 template <int N> struct WgmmaShared;
@@ -145,3 +115,11 @@ WGMMA_WIDTH(128, WGMMA_TEXT_16, 64, 65, 66, 67, 68, 69, WGMMA_SUMS_16)
 WGMMA_WIDTH(144, WGMMA_TEXT_18, 72, 73, 74, 75, 76, 77, WGMMA_SUMS_18)
 WGMMA_WIDTH(192, WGMMA_TEXT_24, 96, 97, 98, 99, 100, 101, WGMMA_SUMS_24)
 WGMMA_WIDTH(256, WGMMA_TEXT_32, 128, 129, 130, 131, 132, 133, WGMMA_SUMS_32)
+
+// c[O..] += a * B for all columns of c, in pieces; a from registers, `b` a descriptor. Without `accumulate` the products replace c.
+template <int O = 0, int T>
+__device__ __forceinline__ void wgmma_pieces(float (&c)[T][4], const unsigned int (&a)[4], unsigned long long b, int accumulate = 1) {
+    constexpr int kPiece = wgmma_piece((T - O) * 8);
+    Wgmma<kPiece>::template run<O>(c, a, b + O * 8, accumulate);
+    if constexpr (O + kPiece / 8 < T) wgmma_pieces<O + kPiece / 8>(c, a, b, accumulate);
+}

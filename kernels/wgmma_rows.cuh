@@ -3,6 +3,9 @@
 #pragma once
 #include "wgmma.cuh"
 
+// Where a piece of a row lies, from the first row on.
+__device__ __forceinline__ unsigned int row_piece_at(int row, int piece) { return row * 128 + ((piece ^ row % 8) << 4); }
+
 // Rows from `address` on, for a product along their features (`address` + 32 bytes: the next 16) or along the rows themselves.
 __device__ __forceinline__ unsigned long long rows_descriptor(unsigned int address) {
     return 1ull << 62 | (unsigned long long)(1024 >> 4) << 32 | 1ull << 16 | ((address & 0x3ffff) >> 4);

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, in_rows, load_kernel
-from flysurgery.gpu.modes import dtype_of
+from flysurgery.gpu.modes import DTYPE_NUMBERS, dtype_of
 from flysurgery.patterns import Pattern
 
-_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _THREADS = 256
 _LOADS = 8
 """The most vectors of a thread in a tile; a tile also has at most 16 KB."""
@@ -42,7 +41,7 @@ class Transposition:
         tile_slow, tile_fast = (short, long) if self.slow < self.fast else (long, short)
         whole = (tile_slow, tile_fast) == (self.slow, self.fast)
         return {
-            "TYPE": _TYPES[dtype],
+            "MODE": DTYPE_NUMBERS[dtype],
             "MATRICES": self.matrices,
             "SLOW": self.slow,
             "FAST": self.fast,
