@@ -31,19 +31,17 @@
 // Limits: sm_90a; rows of x of whole batches, beginning at multiples of 16 bytes, as those of the residual; OUT_FEATURES a multiple of COLUMNS.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
+#include "mode.cuh"
 #include "scale.cuh"
 #include "wgmma.cuh"
 
-constexpr bool kFloat = MODE >= 2, kPairs = MODE == 3;
-constexpr int kElem = kFloat ? 4 : 2;
 constexpr int kTiles = COLUMNS / 8, kColumnTiles = OUT_FEATURES / COLUMNS;
 constexpr int kBatch = 128 / kElem, kSteps = kBatch / 16, kBatches = IN_FEATURES / kBatch;  // inputs and k16 steps of a batch
-constexpr int kImageBytes = kBatch * COLUMNS * 2, kPanelBytes = kImageBytes * (kPairs ? 2 : 1);
+constexpr int kImageBytes = kBatch * COLUMNS * 2, kPanelBytes = kImageBytes * kImages;
 constexpr int kStageBytes = 16 * 128;
 constexpr int kUnitWarps = 4, kUnits = WARPS / kUnitWarps, kUnitRows = 16 * kUnitWarps;
 constexpr int kRun = kFloat ? 2 : 4, kHeld = 2 * kRun;  // tiles whose columns of a lane are adjacent, and how many these are: 16 bytes
 constexpr int kHalves = GATED ? 2 : 1, kVectors = kTiles / kRun / kHalves;  // vectors of y that a lane stores
-constexpr int kWeightShift = 13;  // weights of [2^11, 2^12) count as [1/4, 1/2): a sum then overflows where the result does
 constexpr bool kPatches = PATCH_WIDE > 0;
 constexpr int kLine = kPatches ? PATCH_WIDE * kElem : 128;                     // adjacent bytes of a patch
 constexpr int kChannels = kPatches ? IN_FEATURES * kElem / (PATCH_HIGH * kLine) : 1;
@@ -156,7 +154,8 @@ struct StagedRows {
         __syncwarp();
         const u32 stage = stages + from * kStageBytes;
         if constexpr (kFloat) {
-            convert(operands, stage);
+            const int g = lane >> 2, t = lane & 3;  // a lane takes four adjacent floats of a step: the weights are packed in this order
+            scale_rows(operands.hi, operands.lo, operands.exponent, [&](int h, int s) { return stage + (g + h * 8) * 128 + turned(4 * s + t, g) * 16; });
         } else {
             const int own = (lane & 8) + (lane & 7);
 #pragma unroll
@@ -166,53 +165,19 @@ struct StagedRows {
         if (++from == STAGES) from = 0;
         load();
     }
-
-    // A lane takes four adjacent floats of a step: the weights are packed in this order.
-    __device__ __forceinline__ void convert(Operands& operands, u32 stage) const {
-        const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            u32 raw[kSteps][4];
-            float largest = 0.0f;
-#pragma unroll
-            for (int s = 0; s < kSteps; ++s) {
-                load_shared(raw[s], stage + (g + h * 8) * 128 + turned(4 * s + t, g) * 16);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) largest = fmaxf(largest, fabsf(__uint_as_float(raw[s][e])));
-            }
-            operands.exponent[h] = min(exponent_for(over_quad(largest)), 126 - kWeightShift);
-            const float scale = power(operands.exponent[h]);
-#pragma unroll
-            for (int s = 0; s < kSteps; ++s)
-#pragma unroll
-                for (int k = 0; k < 4; k += 2) {
-                    const float a = __uint_as_float(raw[s][k]) * scale, b = __uint_as_float(raw[s][k + 1]) * scale;
-                    const u32 hi = round2(a, b);
-                    operands.hi[s][k + h] = hi;
-                    if constexpr (kPairs) operands.lo[s][k + h] = round2(a - widen((u16)hi), b - widen((u16)(hi >> 16)));
-                }
-        }
-    }
 };
-
-template <int O = 0>
-__device__ __forceinline__ void multiply_step(float (&acc)[kTiles][4], const u32 (&a)[4], u32 address, bool fresh) {
-    constexpr int kPiece = wgmma_piece((kTiles - O) * 8);
-    Wgmma<kPiece>::template run<O>(acc, a, wgmma_descriptor(address + O * 128, COLUMNS), !fresh);
-    if constexpr (O + kPiece / 8 < kTiles) multiply_step<O + kPiece / 8>(acc, a, address, fresh);
-}
 
 // acc += operands * panel, small products first; acc = operands * panel where it is fresh.
 __device__ __forceinline__ void multiply(float (&acc)[kTiles][4], const Operands& operands, u32 panel, bool fresh) {
     wgmma_fence();
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-        const u32 step = panel + s * COLUMNS * 32;
+        const u64 step = wgmma_descriptor(panel + s * COLUMNS * 32, COLUMNS);
         if constexpr (kPairs) {
-            multiply_step(acc, operands.lo[s], step, fresh && s == 0);
-            multiply_step(acc, operands.hi[s], step + kImageBytes, false);
+            wgmma_pieces(acc, operands.lo[s], step, !(fresh && s == 0));
+            wgmma_pieces(acc, operands.hi[s], wgmma_descriptor(panel + s * COLUMNS * 32 + kImageBytes, COLUMNS));
         }
-        multiply_step(acc, operands.hi[s], step, fresh && s == 0 && !kPairs);
+        wgmma_pieces(acc, operands.hi[s], step, kPairs || !(fresh && s == 0));
     }
     wgmma_commit();
     wgmma_wait<0>();  // the other warpgroups make use of the time
@@ -234,14 +199,6 @@ __device__ __forceinline__ void add_batch(float (&sums)[kTiles][4], const Operan
             sums[n][2 * h] = fmaf(products[n][2 * h], down, sums[n][2 * h]);
             sums[n][2 * h + 1] = fmaf(products[n][2 * h + 1], down, sums[n][2 * h + 1]);
         }
-    }
-}
-
-__device__ __forceinline__ void spread(float (&to)[kHeld], const u32 (&from)[4]) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        if constexpr (kFloat) to[k] = __uint_as_float(from[k]);
-        else to[2 * k] = widen((u16)from[k]), to[2 * k + 1] = widen((u16)(from[k] >> 16));
     }
 }
 
@@ -318,14 +275,10 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
         }
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            u32 added[2][4] = {};
+            Vector<16> added[2] = {};
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                if (RESIDUAL && row + h * 8 < rows) {
-                    const Vector<16> read = *reinterpret_cast<const Vector<16>*>(residual_row[h] + v * 64);
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) added[h][k] = read.w[k];
-                }
+                if (RESIDUAL && row + h * 8 < rows) added[h] = *reinterpret_cast<const Vector<16>*>(residual_row[h] + v * 64);
             float factor[kHalves][kHeld], shift[kHalves][kHeld];
 #pragma unroll
             for (int half = 0; half < kHalves; ++half)
@@ -348,12 +301,7 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
                     if constexpr (GATED) out[e] *= sum(1);
                     out[e] += more[e];
                 }
-                Vector<16> packed;
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    if constexpr (kFloat) packed.w[k] = __float_as_uint(out[k]);
-                    else packed.w[k] = round2(out[2 * k], out[2 * k + 1]);
-                }
+                const Vector<16> packed = rounded<16>(out);
                 if (row + h * 8 < rows) *reinterpret_cast<Vector<16>*>(y_row[h] + v * 64) = packed;
             }
         }

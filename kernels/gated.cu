@@ -7,12 +7,7 @@
 // MODE 0 fp16, 1 bf16, 2 float32. Defines: COLUMNS, MODE, ACTIVATION (exact_activation.cuh).
 // Limits: COLUMNS fill whole vectors; rows begin at multiples of 16 bytes.
 #include "exact_activation.cuh"
-#include "instructions.cuh"
-
-constexpr int kBytes = MODE == 2 ? 4 : 2;
-constexpr int kWidth = 16 / kBytes;
-constexpr int kVectors = COLUMNS / kWidth;  // of a row
-static_assert(COLUMNS % kWidth == 0, "rows of whole vectors");
+#include "row_vectors.cuh"
 
 extern "C" __global__ void gated(const char* gate, const char* value, char* y, long long rows, long long gate_stride, long long value_stride) {
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
@@ -20,16 +15,10 @@ extern "C" __global__ void gated(const char* gate, const char* value, char* y, l
     if (row >= rows) return;
     const Vector<16> g = *reinterpret_cast<const Vector<16>*>(gate + row * gate_stride + byte);
     const Vector<16> v = *reinterpret_cast<const Vector<16>*>(value + row * value_stride + byte);
-    Vector<16> out;
+    float gates[kWidth], values[kWidth];
+    spread(gates, g);
+    spread(values, v);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        if constexpr (MODE == 2) {
-            out.w[k] = __float_as_uint(activate<ACTIVATION>(__uint_as_float(g.w[k])) * __uint_as_float(v.w[k]));
-        } else {
-            const float low = activate<ACTIVATION>(widen((u16)g.w[k])) * widen((u16)v.w[k]);
-            const float high = activate<ACTIVATION>(widen((u16)(g.w[k] >> 16))) * widen((u16)(v.w[k] >> 16));
-            out.w[k] = round2(low, high);
-        }
-    }
-    *reinterpret_cast<Vector<16>*>(y + index * 16) = out;
+    for (int k = 0; k < kWidth; ++k) values[k] = activate<ACTIVATION>(gates[k]) * values[k];
+    *reinterpret_cast<Vector<16>*>(y + index * 16) = rounded<16>(values);
 }

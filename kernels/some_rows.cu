@@ -22,21 +22,19 @@
 // runs at once). Limits: sm_90a; IN_FEATURES a multiple of 64*SPLIT*SHARES, OUT_FEATURES of COLUMNS, ROWS of 64; rows at multiples of 16 bytes.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
+#include "mode.cuh"
 #include "scale.cuh"
 #include "wgmma_rows.cuh"
 #include "wgmma.cuh"
 
-constexpr bool kFloat = MODE >= 2, kPairs = MODE == 3;
-constexpr int kElem = kFloat ? 4 : 2, kPlanes = kPairs ? 2 : 1;
 constexpr int kSlab = 64, kLine = kSlab * kElem, kWeightLine = kSlab * 2;  // inputs of a slab; its bytes of a row, and of an output
 constexpr int kSteps = IN_FEATURES / (kSlab * SPLIT * SHARES), kThreads = 2 * ROWS * SPLIT;
 constexpr int kSlots = STAGES >= kSteps ? kSteps : STAGES, kAhead = STAGES >= kSteps ? kSteps : STAGES - 1;
-constexpr int kPlaneBytes = COLUMNS * kWeightLine, kWeightBytes = kPlanes * kPlaneBytes, kRowBytes = ROWS * kLine;  // of a slab
+constexpr int kPlaneBytes = COLUMNS * kWeightLine, kWeightBytes = kImages * kPlaneBytes, kRowBytes = ROWS * kLine;  // of a slab
 constexpr int kPitch = COLUMNS + (40 - COLUMNS % 32) % 32;  // floats of a row of sums: 8 more than whole rounds of the banks
 constexpr int kRing = SPLIT * kSlots * (kWeightBytes + kRowBytes), kSums = SPLIT * ROWS * kPitch * 4;
 constexpr int kTiles = COLUMNS / 8;
 constexpr int kOutputs = (ROWS / SHARES * COLUMNS / 4 + kThreads - 1) / kThreads;  // of a thread, four adjacent ones each
-constexpr int kWeightShift = 13;  // weights of [2^11, 2^12) count as [1/4, 1/2): a sum then overflows where the result does
 static_assert(IN_FEATURES % (kSlab * SPLIT * SHARES) == 0 && ROWS % 64 == 0 && ROWS % SHARES == 0 && OUT_FEATURES % COLUMNS == 0, "whole slabs and tiles");
 
 // Where a piece of 16 bytes lies in a slab: turned by row, of halves as wgmma reads them.
@@ -47,12 +45,12 @@ __device__ __forceinline__ u32 row_piece(int row, int piece) {
 
 // Ask for SPLIT slabs of the block's weights.
 __device__ __forceinline__ void bring_weights(u32 to, const char* from) {
-    constexpr int kPieces = COLUMNS * kPlanes * 8;
+    constexpr int kPieces = COLUMNS * kImages * 8;
 #pragma unroll
     for (int n = 0; n < (SPLIT * kPieces + kThreads - 1) / kThreads; ++n) {
         const int at = n * kThreads + threadIdx.x, slab = at / kPieces, line = at % kPieces / 8, piece = at % 8;
         if (SPLIT * kPieces % kThreads == 0 || slab < SPLIT)
-            copy_async<16>(to + slab * kWeightBytes + line % kPlanes * kPlaneBytes + turned(line / kPlanes, piece),
+            copy_async<16>(to + slab * kWeightBytes + line % kImages * kPlaneBytes + turned(line / kImages, piece),
                            from + line * (IN_FEATURES * 2) + slab * kWeightLine + piece * 16, 16);
     }
 }
@@ -68,62 +66,34 @@ __device__ __forceinline__ void bring_rows(u32 to, const char* from, long long s
     }
 }
 
-// The operands of a lane for 32 inputs, and what brings sums of its rows g and g + 8 back to their scale.
-struct Operands {
-    u32 hi[2][4], lo[kPairs ? 2 : 1][4];
-    float back[2];
-
-    __device__ __forceinline__ void read(u32 rows, int half, int row, int t) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            u32 raw[2][4];
-            float largest = 0.0f;
-#pragma unroll
-            for (int s = 0; s < 2; ++s) {
-                load_shared(raw[s], rows + row_piece(row + h * 8, half * 8 + s * 4 + t));
-#pragma unroll
-                for (int k = 0; k < 4; ++k) largest = fmaxf(largest, fabsf(__uint_as_float(raw[s][k])));
-            }
-            const int exponent = min(exponent_for(over_quad(largest)), 126 - kWeightShift);
-            const float scale = power(exponent);
-            back[h] = power(-exponent - kWeightShift);
-#pragma unroll
-            for (int s = 0; s < 2; ++s)
-#pragma unroll
-                for (int k = 0; k < 4; k += 2) {
-                    const float a = __uint_as_float(raw[s][k]) * scale, b = __uint_as_float(raw[s][k + 1]) * scale;
-                    hi[s][k + h] = round2(a, b);
-                    if constexpr (kPairs) lo[s][k + h] = round2(a - low_half(hi[s][k + h]), b - high_half(hi[s][k + h]));
-                }
-        }
-    }
-};
-
 // sums += rows * weights of a slab; of halves both are read from shared memory.
 __device__ __forceinline__ void multiply(float (&sums)[kTiles][4], u32 rows, u32 weights, int warp, int g, int t) {
     const u64 of_weights = rows_descriptor(weights);
     if constexpr (kFloat) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            Operands x;
-            x.read(rows, half, warp % (ROWS / 16) * 16 + g, t);
+            u32 hi[2][4], lo[kPairs ? 2 : 1][4];  // of a lane for 32 inputs
+            int exponent[2];
+            const int row = warp % (ROWS / 16) * 16 + g;
+            scale_rows(hi, lo, exponent, [&](int h, int s) { return rows + row_piece(row + h * 8, half * 8 + s * 4 + t); });
+            const float back[2] = {power(-exponent[0] - kWeightShift), power(-exponent[1] - kWeightShift)};
             float products[kTiles][4];
             wgmma_fence();
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
                 const u64 high = of_weights + ((half * 64 + s * 32) >> 4), low = high + (kPlaneBytes >> 4);
                 if constexpr (kPairs) {
-                    Wgmma<COLUMNS>::template run<0>(products, x.lo[s], high, s > 0);
-                    Wgmma<COLUMNS>::template run<0>(products, x.hi[s], low, 1);
+                    Wgmma<COLUMNS>::template run<0>(products, lo[s], high, s > 0);
+                    Wgmma<COLUMNS>::template run<0>(products, hi[s], low, 1);
                 }
-                Wgmma<COLUMNS>::template run<0>(products, x.hi[s], high, kPairs || s > 0);
+                Wgmma<COLUMNS>::template run<0>(products, hi[s], high, kPairs || s > 0);
             }
             wgmma_commit();
             wgmma_wait<0>();  // other warpgroups make use of the time
 #pragma unroll
             for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) sums[n][e] = fmaf(products[n][e], x.back[e / 2], sums[n][e]);
+                for (int e = 0; e < 4; ++e) sums[n][e] = fmaf(products[n][e], back[e / 2], sums[n][e]);
         }
     } else {
         const u64 of_rows = rows_descriptor(rows + warp % (ROWS / 16) / 4 * 64 * kLine);
@@ -171,7 +141,7 @@ some_rows(const char* x, const char* weight, const float* __restrict__ columns, 
     const int part = warp / (ROWS / 16);
     const int share = blockIdx.x % SHARES, column0 = blockIdx.x / SHARES * COLUMNS, slab0 = share * kSteps * SPLIT;
     const long long row0 = (long long)blockIdx.y * ROWS, inside = rows - row0;
-    const char* const own_weights = weight + (long long)column0 * kPlanes * IN_FEATURES * 2 + slab0 * kWeightLine;
+    const char* const own_weights = weight + (long long)column0 * kImages * IN_FEATURES * 2 + slab0 * kWeightLine;
     const char* const own_rows = x + row0 * x_stride + slab0 * kLine;
 
 #pragma unroll 1
