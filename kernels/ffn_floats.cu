@@ -22,6 +22,7 @@
 
 #include "exact_activation.cuh"
 #include "ffn_lanes.cuh"
+#include "ffn_sizes.cuh"
 #include "fused_products.cuh"
 #include "instructions.cuh"
 #include "mode.cuh"
@@ -29,28 +30,18 @@
 #include "wgmma.cuh"
 
 constexpr int kWarpgroups = WARPS / 4;  // that multiply
-constexpr int kIn = A1 * C1, kOut = B4 * D4, kRowOfY = kOut * 4;
-constexpr int kTiles1 = (B1 + 7) / 8, kTiles2 = HIDDEN / 8, kTiles3 = (B3 + 7) / 8, kTiles4 = COLUMNS4 / 8;
-constexpr int kTilesOfU = A1 * kTiles1, kTilesOfV = A3 * kTiles3, kTilesHeld = kTilesOfU > kTilesOfV ? kTilesOfU : kTilesOfV;
-constexpr int kSteps1 = C1 / 16 / PARTS1, kSteps2 = STEPS2 / PARTS2, kSteps3 = HIDDEN / 16 / PARTS3, kSteps4 = STEPS4 / PARTS4;  // of a panel
+constexpr int kRowOfY = kOut * 4;
+constexpr int kTilesOfU = A1 * kTiles1, kTilesHeld = kTilesOfU > kTilesOfV ? kTilesOfU : kTilesOfV;
 constexpr int kImage1 = kSteps1 * kTiles1 * 256, kImage2 = kSteps2 * kTiles2 * 256;  // bytes of the high or low halves of a panel
 constexpr int kImage3 = kSteps3 * kTiles3 * 256, kImage4 = kSteps4 * kTiles4 * 256;
-constexpr int kPieces = C3 / D2 / HIDDEN, kAllPieces = kPieces * D2;     // pieces of h that a block of factor 3 reads, of a class and of all
-constexpr int kPanels4 = B4 / COLUMNS4;                                  // of a class of factor 4, side by side
-constexpr int kRun = 2 * RUN * D4, kVectors4 = kRun / 4;                 // adjacent outputs that a lane holds, vectors of 16 bytes of them
-constexpr int kRuns = kTiles4 / RUN;                                     // of a panel
+constexpr int kVectors4 = kRun / 4;                                      // of 16 bytes, of the outputs that a lane holds
 constexpr bool kWhole = 4 % D4 == 0;                                     // a vector holds whole columns: then lanes take vectors in turn
 constexpr int kHeader = 128;                                             // bytes before the panels: what sums are multiplied by
 constexpr int kHeldBytes = kTilesHeld * 1024;                            // of a warpgroup
 
-static_assert(kSteps1 * 16 * PARTS1 == C1 && kSteps2 * PARTS2 == STEPS2 && kPieces * HIDDEN * D2 == C3 && kSteps3 * 16 * PARTS3 == HIDDEN, "whole panels");
-static_assert(kTilesOfV * 8 <= kOut, "v fits in the rows of y");
-static_assert(kTiles4 % RUN == 0 && kRun % 4 == 0 && kPanels4 * COLUMNS4 == B4 && kSteps4 * PARTS4 == STEPS4, "a lane holds whole vectors");
+static_assert(kRun % 4 == 0, "a lane holds whole vectors");
 
-struct Panels {
-    static constexpr int kPanels = A1 * PARTS1 + A3 * kAllPieces * (PARTS2 + PARTS3) + kPanels4 * D4 * PARTS4;
-    static constexpr int kSlots = SLOTS, kStride = PANEL_STRIDE, kWarps = WARPS;
-};
+using Panels = FfnPanels<WARPS>;
 static_assert(SLOTS >= PARTS2 + PARTS3 && SLOTS >= PARTS4, "the panels that are in use together fit in the ring");
 
 // acc += operands * weights. Products are queued, small ones first; so they are in multiply_held.
@@ -228,8 +219,6 @@ struct Place {
         return matrix + (row + (left > h * 8 ? h * 8 : left - 1)) * stride + byte;
     }
 };
-
-__device__ __forceinline__ void meet_warpgroup(int warpgroup) { named_barrier_wait(warpgroup + 1, 128); }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS + 128, 1)
 ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, long long rows, long long x_stride, int eps_bits) {

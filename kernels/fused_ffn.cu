@@ -31,6 +31,7 @@
 
 #include "activation.cuh"
 #include "ffn_lanes.cuh"
+#include "ffn_sizes.cuh"
 #include "instructions.cuh"
 #include "norm_rows.cuh"
 #include "panel_ring.cuh"
@@ -38,19 +39,11 @@
 
 constexpr int kWarps = 4 * WARPGROUPS;
 constexpr int kConsumerRegisters = 160, kProducerRegisters = 32;  // of a thread; all of a multiprocessor's with three warpgroups and one
-constexpr int kIn = A1 * C1, kOut = B4 * D4;
-constexpr int kTiles1 = (B1 + 7) / 8, kTiles2 = HIDDEN / 8, kTiles3 = (B3 + 7) / 8, kTiles4 = COLUMNS4 / 8;
-constexpr int kSteps1 = C1 / 16 / PARTS1, kSteps2 = STEPS2 / PARTS2, kSteps3 = HIDDEN / 16 / PARTS3;  // k16 steps of a panel
-constexpr int kPieces = C3 / D2 / HIDDEN, kAllPieces = D2 * kPieces;  // pieces of h that a block of factor 3 reads: of a class, of all
-constexpr int kSteps4 = STEPS4 / PARTS4;
 constexpr int kWeights2 = kSteps2 * kTiles2 * 256, kWeights4 = kSteps4 * kTiles4 * 256;  // bytes of weights in a panel; floats follow them
 constexpr int kOfBlock3 = kAllPieces * (PARTS2 + PARTS3);              // panels
 constexpr int kEarly = PARTS3 > 1;                                    // turns of activating a piece before the next one's products begin
 constexpr int kTurns = kEarly + PARTS2 + PARTS3 - 1;                  // of activating a piece
-constexpr int kTilesOfV = A3 * kTiles3;
-constexpr int kPanels4 = B4 / COLUMNS4;                               // of a class of factor 4, side by side
-constexpr int kRun = 2 * RUN * D4, kVectors4 = kRun / 8;              // adjacent outputs that a lane holds, vectors of 16 bytes of them
-constexpr int kRuns = kTiles4 / RUN;                                  // of a panel
+constexpr int kVectors4 = kRun / 8;                                   // of 16 bytes, of the outputs that a lane holds
 constexpr float kOutUnit = kHiddenUnit / 2.0f;                        // of act(h) and of all that comes of it
 constexpr u32 kOnes = MODE == 1 ? 0x3f803f80u : 0x3c003c00u, kOutUnits = MODE == 1 ? 0x3fc33fc3u : 0x3e183e18u;  // as two halves
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
@@ -66,15 +59,10 @@ __host__ __device__ constexpr int together(int tiles) {
 constexpr int kTogether1 = together(kTiles1), kProducts1 = kTiles1 / kTogether1;
 constexpr int kPhases = A3 > 1 ? 2 : 1;                               // copies into a buffer a round: x, and v where it is not of one slice
 
-static_assert(kSteps1 * 16 * PARTS1 == C1 && kSteps2 * PARTS2 == STEPS2 && kPieces * HIDDEN * D2 == C3 && kSteps3 * 16 * PARTS3 == HIDDEN, "whole panels");
 static_assert(kHiddenUnit == HIDDEN_UNIT, "the image is in the units of the kernel");
-static_assert(kTilesOfV * 8 <= kOut, "v fits in the rows of y");
-static_assert(kTiles4 % RUN == 0 && kRun % 8 == 0 && kPanels4 * COLUMNS4 == B4 && kSteps4 * PARTS4 == STEPS4, "a lane holds whole vectors");
+static_assert(kRun % 8 == 0, "a lane holds whole vectors");
 
-struct Panels {
-    static constexpr int kFirst = A1 * PARTS1, kMiddle = A3 * kAllPieces * (PARTS2 + PARTS3), kLast = kPanels4 * D4 * PARTS4;
-    static constexpr int kPanels = kFirst + kMiddle + kLast, kSlots = SLOTS, kStride = PANEL_STRIDE, kWarps = ::kWarps;
-};
+using Panels = FfnPanels<kWarps>;
 static_assert(SLOTS >= 2 * PARTS1 && SLOTS >= 2 + PARTS3, "the panels that are in use together fit in the ring");
 
 // Where a round and a block of factor 3 take whole turns of the ring, the block's pieces are written out: slots and tiles are constants then, which
@@ -92,8 +80,6 @@ template <int COLUMNS>
 __device__ __forceinline__ u64 describe(u32 sixteenths) {
     return (u64)(128 >> 4) << 32 | (u32)(COLUMNS << 16) + sixteenths;
 }
-
-__device__ __forceinline__ void meet_warpgroup(int warpgroup) { asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory"); }
 
 // The 64 rows that a warpgroup has in a round.
 __device__ __forceinline__ long long unit_of(int round, int warpgroup) { return ((long long)round * WARPGROUPS + warpgroup) * gridDim.x + blockIdx.x; }
@@ -322,7 +308,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                 for (int piece = 0; piece < kAllPieces; ++piece) {
                     if (kWrittenOut) {  // where the ring stands; 0 that the compiler does not know keeps it from holding the addresses of all panels and tiles
                         const u32 nothing = (i + piece * 3) * (u32)(rows >> 40);  // with other sums some kernels have no registers for products
-                        ring.stand_at(ring_at + nothing, (Panels::kFirst + PARTS2 + piece * (PARTS2 + PARTS3)) % SLOTS);
+                        ring.stand_at(ring_at + nothing, (A1 * PARTS1 + PARTS2 + piece * (PARTS2 + PARTS3)) % SLOTS);
                         u_descriptor = u_at + nothing;
                     }
                     if (piece + 1 < kAllPieces || i + 1 < A3) {

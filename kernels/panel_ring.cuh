@@ -2,10 +2,10 @@
 #pragma once
 #include "instructions.cuh"
 
-// Panels: kPanels of them a round, of kStride bytes each, and kSlots slots for kWarps warps.
+// Panels: kPanels of them a round, of kStride bytes each, and kSlots slots, which are free after kArrivals arrivals.
 template <class Panels>
 struct PanelRing {
-    u32 ring;  // slots, behind them a barrier a slot that completes when its panel is there, and one that completes when all threads have left it
+    u32 ring;  // slots, behind them a barrier a slot that completes when its panel is there, and one that completes when all have left it
     int slot = 0;
     u32 phase = 0;
 
@@ -18,7 +18,7 @@ struct PanelRing {
     static __device__ __forceinline__ void prepare(u32 ring) {
         for (int s = 0; s < Panels::kSlots; ++s) {
             barrier_init(ring + kFull + 8 * s, 1);
-            barrier_init(ring + kFree + 8 * s, 32 * Panels::kWarps);
+            barrier_init(ring + kFree + 8 * s, Panels::kArrivals);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -67,12 +67,12 @@ struct PanelRing {
         slot = slot_;
     }
 
-    // The thread has finished with the present panel and the next COUNT - 1.
+    // The thread has finished with the present panel and the next COUNT - 1; it arrives for itself, or for its warp.
     template <int COUNT = 1>
-    __device__ __forceinline__ void leave() {
+    __device__ __forceinline__ void leave(bool arrives = true) {
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) {
-            barrier_arrive(ring + kFree + 8 * slot);
+            if (arrives) barrier_arrive(ring + kFree + 8 * slot);
             if (++slot == Panels::kSlots) {
                 slot = 0;
                 phase ^= 1;
