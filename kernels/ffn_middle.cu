@@ -20,6 +20,7 @@
 // Limits: sm_90a; rows of u begin at multiples of 16 bytes.
 #include "activation.cuh"
 #include "instructions.cuh"
+#include "panel_ring.cuh"
 #include "row_pairs.cuh"
 #include "tensor_map.cuh"
 #include "wgmma.cuh"
@@ -29,42 +30,11 @@ constexpr int kRegisters = 160, kBringing = 32;                     // of a mult
 constexpr int kColumns = 128, kTiles = kColumns / 8;                // of a panel
 constexpr int kSteps = 4, kDownPanels = kColumns / 16 / kSteps;     // k16 steps of a panel, panels of the third factor in a piece
 constexpr int kPanel = 16 * kSteps * kColumns * 2;                  // bytes of one
-constexpr int kPanels = CLASSES * A3 * PIECES * (STAGES + kDownPanels);  // of a round
 constexpr int kStretch = 64 * 128;                                  // bytes of 64 columns of a warpgroup's rows of u
 constexpr int kRow = A3 * kColumns * 2;                         // bytes of a row of v
 
-// The order of the panels, and the slots that they pass through; behind the slots a barrier each: its panel is there, all warps have left it.
-struct Ring {
-    u32 slots;
-    int slot = 0;
-    u32 round = 0;
-    __device__ __forceinline__ explicit Ring(u32 at) : slots(at) {}
-    __device__ __forceinline__ u32 arrived(int s) const { return slots + SLOTS * kPanel + 8 * s; }
-    __device__ __forceinline__ u32 freed(int s) const { return arrived(SLOTS + s); }
-    __device__ __forceinline__ void next() {
-        if (++slot == SLOTS) slot = 0, round ^= 1;
-    }
-    // Wait for the panel that comes `ahead` (0 or 1) panels after the present one.
-    __device__ __forceinline__ void wait(int ahead) const {
-        const bool wraps = slot + ahead >= SLOTS;
-        barrier_wait(arrived(wraps ? 0 : slot + ahead), wraps ? round ^ 1 : round);
-    }
-    __device__ __forceinline__ u32 sixteenths(int ahead) const { return (slots >> 4) + (slot + ahead >= SLOTS ? 0 : slot + ahead) * (kPanel / 16); }
-    // The warp's products with the present panel are done.
-    __device__ __forceinline__ void leave(int lane) {
-        if (lane == 0) barrier_arrive(freed(slot));
-        next();
-    }
-    // One thread loads the panels of a round, each as soon as its slot is free.
-    __device__ __forceinline__ void feed(const char* panel) {
-#pragma unroll 1
-        for (int p = 0; p < kPanels; ++p, panel += kPanel) {
-            barrier_wait(freed(slot), round ^ 1);
-            barrier_expect(arrived(slot), kPanel);
-            copy_bulk(slots + slot * kPanel, panel, kPanel, arrived(slot));
-            next();
-        }
-    }
+struct Panels {
+    static constexpr int kPanels = CLASSES * A3 * PIECES * (STAGES + kDownPanels), kSlots = SLOTS, kStride = kPanel, kArrivals = kWarps;
 };
 
 // Descriptors from an address / 16; `bytes` further on they are greater by bytes / 16.
@@ -77,13 +47,13 @@ ffn_middle(const __grid_constant__ TensorMap u, const char* __restrict__ image, 
     extern __shared__ __align__(1024) char memory[];
     // stretches of u of each warpgroup | ring | barriers a stretch: it has arrived, it is free
     const u32 stretches = shared_address(memory), ring_at = stretches + kWarpgroups * STAGES * kStretch;
-    const u32 arrived = ring_at + SLOTS * (kPanel + 16), freed = arrived + 8 * kWarpgroups * STAGES;
+    using Ring = PanelRing<Panels>;
+    const u32 arrived = ring_at + Ring::kBytes, freed = arrived + 8 * kWarpgroups * STAGES;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     Ring ring(ring_at);
     if (threadIdx.x == 0) {
-        for (int s = 0; s < SLOTS; ++s) barrier_init(ring.arrived(s), 1), barrier_init(ring.freed(s), kWarps);
         for (int s = 0; s < kWarpgroups * STAGES; ++s) barrier_init(arrived + 8 * s, 1), barrier_init(freed + 8 * s, 4);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        Ring::prepare(ring_at);
     }
     __syncthreads();
     const int units = (int)((rows + 63) / 64), rounds = (units + kWarpgroups * (int)gridDim.x - 1) / (kWarpgroups * (int)gridDim.x);
@@ -93,7 +63,7 @@ ffn_middle(const __grid_constant__ TensorMap u, const char* __restrict__ image, 
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kBringing));
         const int warpgroup = warp - kWarps - 1;  // whose rows the warp loads
         if (lane == 0 && warpgroup < 0)
-            for (int round = 0; round < rounds; ++round) ring.feed(image);
+            Ring::feed(image, ring_at, rounds);
         if (lane == 0 && warpgroup >= 0) {
             wait_for_kernels_before();
             const int first = warpgroup * STAGES;
@@ -120,10 +90,10 @@ ffn_middle(const __grid_constant__ TensorMap u, const char* __restrict__ image, 
         for (int round = 0; round < rounds; ++round) {
             if (unit_of(round, warpgroup) >= units) {  // no rows left for this warpgroup, others still need the panels
 #pragma unroll 1
-                for (int p = 0; p < kPanels; ++p) {
+                for (int p = 0; p < Panels::kPanels; ++p) {
                     ring.wait(0);
                     __syncwarp();
-                    ring.leave(lane);
+                    ring.leave(lane == 0);
                 }
                 continue;
             }
@@ -161,12 +131,12 @@ ffn_middle(const __grid_constant__ TensorMap u, const char* __restrict__ image, 
                             if (s > 0) {
                                 wgmma_wait<1>();
                                 if (ends && lane == 0) barrier_arrive(own_freed + 8 * (s - 1));
-                                ring.leave(lane);
+                                ring.leave(lane == 0);
                             }
                         }
                         wgmma_wait<0>();
                         if (ends && lane == 0) barrier_arrive(own_freed + 8 * (STAGES - 1));
-                        ring.leave(lane);
+                        ring.leave(lane == 0);
                         u32 a[kTiles / 2][4];
 #pragma unroll
                         for (int p = 0; p < kDownPanels; ++p) {  // a part is activated while the one before is multiplied
@@ -182,11 +152,11 @@ ffn_middle(const __grid_constant__ TensorMap u, const char* __restrict__ image, 
                             wgmma_commit();
                             if (p > 0) {
                                 wgmma_wait<1>();
-                                ring.leave(lane);
+                                ring.leave(lane == 0);
                             }
                         }
                         wgmma_wait<0>();
-                        ring.leave(lane);
+                        ring.leave(lane == 0);
                     }
                     if (j > 0) {  // the classes before are waiting where v will be
                         Vector<16> waiting[kTiles / 2];
