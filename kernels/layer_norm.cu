@@ -27,23 +27,12 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) layer_norm(
 #pragma unroll
             for (int k = 0; k < kWidth; ++k) sum += values[step][k];
         }
-    const float mean = over_warp_sum(sum) * (1.0f / COLUMNS);
-
-    float squares = 0.0f;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-        if (step * 32 + lane < kVectors)
-#pragma unroll
-            for (int k = 0; k < kWidth; ++k) {
-                values[step][k] -= mean;
-                squares = fmaf(values[step][k], values[step][k], squares);
-            }
-    squares = over_warp_sum(squares);
+    const float2 moments = center(values, sum, lane);
     if (MOMENTS) {
-        if (lane == 0) reinterpret_cast<float2*>(y)[row] = make_float2(mean, squares);
+        if (lane == 0) reinterpret_cast<float2*>(y)[row] = moments;
         return;
     }
-    const float scale = rsqrtf(squares * (1.0f / COLUMNS) + __int_as_float(eps_bits));
+    const float scale = rsqrtf(moments.y * (1.0f / COLUMNS) + __int_as_float(eps_bits));
 
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)

@@ -45,17 +45,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) norm_gradient(
                 for (int k = 0; k < kWidth; ++k) sum += n[step][k];
             }
         if (kAhead) read(row + (long long)gridDim.x * kWarps);
-        const float mean = over_warp_sum(sum) * (1.0f / COLUMNS);
-        float squares = 0.0f;
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-            if (step * 32 + lane < kVectors)
-#pragma unroll
-                for (int k = 0; k < kWidth; ++k) {
-                    n[step][k] -= mean;
-                    squares = fmaf(n[step][k], n[step][k], squares);
-                }
-        const float scale = rsqrtf(over_warp_sum(squares) * (1.0f / COLUMNS) + __int_as_float(eps_bits));
+        const float scale = rsqrtf(center(n, sum, lane).y * (1.0f / COLUMNS) + __int_as_float(eps_bits));
         float of_h = 0.0f, of_product = 0.0f;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)

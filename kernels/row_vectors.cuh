@@ -14,3 +14,18 @@ __device__ __forceinline__ float over_warp_sum(float value) {
     for (int lanes = 16; lanes; lanes >>= 1) value += __shfl_xor_sync(0xffffffffu, value, lanes);
     return value;
 }
+
+// Subtracts the mean from a row, given the sum of what a lane has of it; gives the mean and the sum of the squares of what is left.
+__device__ __forceinline__ float2 center(float (&values)[kSteps][kWidth], float sum, int lane) {
+    const float mean = over_warp_sum(sum) * (1.0f / COLUMNS);
+    float squares = 0.0f;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+        if (step * 32 + lane < kVectors)
+#pragma unroll
+            for (int k = 0; k < kWidth; ++k) {
+                values[step][k] -= mean;
+                squares = fmaf(values[step][k], values[step][k], squares);
+            }
+    return make_float2(mean, over_warp_sum(squares));
+}
