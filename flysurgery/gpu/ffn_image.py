@@ -11,6 +11,7 @@ from torch import Tensor
 from flysurgery.factors import ks_einsum
 from flysurgery.gpu.ffn_float_tiling import BOUND_EXPONENT, HEADER_BYTES, FloatFfnTiling
 from flysurgery.gpu.ffn_tiling import HIDDEN_UNIT, OUT_UNIT, FfnTiling, block_order, tiles_of
+from flysurgery.gpu.image import in_cores, places_of
 from flysurgery.gpu.modes import in_halves
 from flysurgery.patterns import Pattern
 
@@ -42,8 +43,8 @@ def _first(tile: FfnTiling) -> np.ndarray:
     panels = []
     for block in range(factor.a):
         p = np.array(block_order(factor, block, tile.factors[1].d))
-        panels += np.split(_matrix(factor, block, p[None, :], q[:, None], 0), tile.parts[0])
-    return _cores(panels)
+        panels += np.split(places_of(factor, block, p[None, :], q[:, None], 0), tile.parts[0])
+    return in_cores(panels)
 
 
 def _second(tile: FfnTiling) -> tuple[np.ndarray, np.ndarray]:
@@ -55,9 +56,9 @@ def _second(tile: FfnTiling) -> tuple[np.ndarray, np.ndarray]:
         for cls in range(factor.d):
             for piece in range(tile.pieces):
                 p = block * share + piece * tile.hidden + np.arange(tile.hidden)
-                panels += np.split(_matrix(factor, 0, p[None, :], inputs[cls][:, None], cls), tile.parts[1])
+                panels += np.split(places_of(factor, 0, p[None, :], inputs[cls][:, None], cls), tile.parts[1])
                 bias.append(p * factor.d + cls)
-    return _cores(panels), np.stack(bias)
+    return in_cores(panels), np.stack(bias)
 
 
 def _third(tile: FfnTiling) -> np.ndarray:
@@ -68,8 +69,8 @@ def _third(tile: FfnTiling) -> np.ndarray:
         for cls in range(second.d):
             for piece in range(tile.pieces):
                 q = (piece * tile.hidden + np.arange(tile.hidden)) * second.d + cls
-                panels += np.split(_matrix(factor, block, p[None, :], q[:, None], 0), tile.parts[2])
-    return _cores(panels)
+                panels += np.split(places_of(factor, block, p[None, :], q[:, None], 0), tile.parts[2])
+    return in_cores(panels)
 
 
 def _last(tile: FfnTiling) -> tuple[np.ndarray, np.ndarray]:
@@ -83,9 +84,9 @@ def _last(tile: FfnTiling) -> tuple[np.ndarray, np.ndarray]:
     for start in range(0, factor.b, tile.columns):
         for cls in range(factor.d):
             p = start + within
-            panels += np.split(_matrix(factor, 0, p[None, :], inputs[cls][:, None], cls), tile.parts[3])
+            panels += np.split(places_of(factor, 0, p[None, :], inputs[cls][:, None], cls), tile.parts[3])
             bias.append(p * factor.d + cls)
-    return _cores(panels), np.stack(bias)
+    return in_cores(panels), np.stack(bias)
 
 
 def _inputs(before: Pattern, factor: Pattern, steps: list[tuple[int, int]], cls: int) -> np.ndarray:
@@ -96,19 +97,6 @@ def _inputs(before: Pattern, factor: Pattern, steps: list[tuple[int, int]], cls:
     inner = np.where(inner % factor.d == cls, np.where(order >= 0, inner // factor.d, -1), -1)
     padded = np.concatenate([inner, np.full(8, -1)]).reshape(-1, 8)  # tile -1 is empty
     return padded[np.array(steps).reshape(-1)].reshape(-1)
-
-
-def _matrix(factor: Pattern, i: int, p: np.ndarray, q: np.ndarray, j: int) -> np.ndarray:
-    """Places of factor[i, p, q, j] in the flattened factor, -1 where p or q is."""
-    flat = ((i * factor.b + p) * factor.c + q) * factor.d + j
-    return np.where((p >= 0) & (q >= 0), flat, -1)
-
-
-def _cores(panels: list[np.ndarray]) -> np.ndarray:
-    """Panels of shape (k, columns) in the order [k8][column][8]."""
-    grid = np.stack(panels)
-    grid = grid.reshape(len(panels), -1, 8, grid.shape[2]).swapaxes(2, 3)
-    return np.ascontiguousarray(grid.reshape(len(panels), -1).astype(np.int32))
 
 
 def pack_ffn(

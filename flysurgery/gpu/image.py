@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flysurgery.gpu.modes import in_halves
 from flysurgery.gpu.tiling import FusedConfig, Tiling, members
+from flysurgery.patterns import Pattern
 
 HEADER_BYTES = 128
 _WEIGHT_EXPONENT = 11
@@ -48,10 +49,10 @@ def _class_members(tile: Tiling, cls: int) -> np.ndarray:
 
 def _first_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
     a, b, c, d = tile.first.factor_shape
-    steps = tile.first_steps
-    s, k = np.arange(steps)[:, None], np.arange(16)[None, :]
+    k = np.arange(tile.first_steps * 16)
     # operand registers of lane t hold k = 2t, 2t+1 and 2t+8, 2t+9: four neighbours of x where the lane reads them itself
-    q = 16 * s + (k if tile.natural else k % 8 // 2 * 4 + k // 8 * 2 + k % 2)  # shape: (steps, 16)
+    q = k if tile.natural else k - k % 16 + k % 8 // 2 * 4 + k % 16 // 8 * 2 + k % 2
+    q = np.where(q < c, q, -1)
     panels = []
     for i in range(a):
         for start in range(0, d, config.residues):
@@ -59,14 +60,11 @@ def _first_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
             for j in range(start, start + config.residues):
                 m = _column_members(tile, i * d + j)
                 p = np.where(m >= 0, (m - j) // d - i * b, -1)
-                flat = ((i * b + p[None, None, :]) * c + q[:, :, None]) * d + j  # shape: (steps, 16, columns of a linear)
-                flat = np.where((p[None, None, :] >= 0) & (q[:, :, None] < c), flat, -1)
-                linears = [np.where(flat >= 0, flat + n * a * b * c * d, -1) for n in range(tile.linears)]
-                residues.append(np.concatenate(linears, axis=2))
-            panels.append(np.stack(residues, axis=1))  # shape: (steps, residues, 16, columns)
-    grid = np.stack(panels)  # shape: (passes, steps, residues, 16, columns)
-    grid = grid.reshape(grid.shape[0], steps, config.residues, 2, 8, -1).swapaxes(4, 5)
-    return np.ascontiguousarray(grid.reshape(tile.panel_counts(config)[0], -1).astype(np.int32))
+                of_linears = _of_linears(tile, tile.first, places_of(tile.first, i, p[None, :], q[:, None], j))
+                residues.append(np.concatenate(of_linears, axis=1).reshape(tile.first_steps, 16, -1))
+            steps = np.stack(residues, axis=1)  # shape: (steps, residues, 16, columns)
+            panels += np.split(steps.reshape(-1, steps.shape[3]), tile.first_steps // config.panel_steps)
+    return in_cores(panels)
 
 
 def _second_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
@@ -79,19 +77,33 @@ def _second_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
     if tile.gated:  # a panel's first half is of the gate, which is the first half of the outputs, the other of the value
         columns = config.panel_columns // 2
         p = p % (2 * columns) // columns * (b // 2) + p // (2 * columns) * columns + p % columns
-    blocks = []
+    p = np.where(p < b, p, -1)
+    panels = []
     for i in range(a):
-        classes = []
-        for j in range(d):
-            m = _class_members(tile, i * d + j)
-            q = np.where(m >= 0, (m - j) // d - i * c, -1)
-            flat = ((i * b + p[None, :]) * c + q[:, None]) * d + j  # shape: (k, columns)
-            classes.append(np.where((q[:, None] >= 0) & (p[None, :] < b), flat, -1))
-        blocks.append(np.stack(classes))  # shape: (residues, k, columns)
-    grid = np.stack(blocks).reshape(a, d, tile.second_steps, 2, 8, -1, config.panel_columns)
-    grid = grid.transpose(0, 5, 1, 2, 3, 6, 4).reshape(-1, config.panel_classes * tile.second_steps * 16 * config.panel_columns)
-    linears = [np.where(grid >= 0, grid + n * a * b * c * d, -1) for n in range(tile.linears)]
-    return np.ascontiguousarray(np.concatenate(linears).astype(np.int32))
+        read = [_class_members(tile, i * d + j) for j in range(d)]
+        inputs = [np.where(m >= 0, (m - j) // d - i * c, -1) for j, m in enumerate(read)]
+        classes = np.stack([places_of(tile.second, i, p[None, :], q[:, None], j) for j, q in enumerate(inputs)])  # shape: (d, k, columns)
+        for columns in np.split(classes, len(n) // config.panel_columns, axis=2):
+            panels += [part.reshape(-1, config.panel_columns) for part in np.split(columns, d // config.panel_classes)]
+    return np.concatenate(_of_linears(tile, tile.second, in_cores(panels)))
+
+
+def _of_linears(tile: Tiling, factor: Pattern, places: np.ndarray) -> list[np.ndarray]:
+    """The places in the factor of each linear, which follow each other."""
+    return [np.where(places >= 0, places + n * factor.nnz, -1).astype(places.dtype) for n in range(tile.linears)]
+
+
+def places_of(factor: Pattern, i: int, p: np.ndarray, q: np.ndarray, j: int) -> np.ndarray:
+    """Places of factor[i, p, q, j] in the flattened factor, -1 where p or q is."""
+    flat = ((i * factor.b + p) * factor.c + q) * factor.d + j
+    return np.where((p >= 0) & (q >= 0), flat, -1)
+
+
+def in_cores(panels: list[np.ndarray]) -> np.ndarray:
+    """Panels of shape (k, columns) in the order [k8][column][8], each flat."""
+    grid = np.stack(panels)
+    grid = grid.reshape(len(panels), -1, 8, grid.shape[2]).swapaxes(2, 3)
+    return np.ascontiguousarray(grid.reshape(len(panels), -1).astype(np.int32))
 
 
 def pack(
