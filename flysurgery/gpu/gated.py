@@ -37,7 +37,7 @@ def run_gated(
         return y
     gate, value = readable(gate), readable(value)
     rows, features = y.shape
-    _kernel(features, y.dtype, activation, device_index).launch(
+    rows_kernel("gated", features, y.dtype, device_index, activation).launch(
         (-(-y.nbytes // (_VECTOR_BYTES * _THREADS)), 1, 1),
         (_THREADS, 1, 1),
         0,
@@ -47,6 +47,7 @@ def run_gated(
     return y
 
 
-@lru_cache(maxsize=256)
-def _kernel(features: int, dtype: torch.dtype, activation: str, device_index: int) -> Kernel:
-    return load_kernel("gated", macros(columns=features, mode=dtype, activation=activation), device_index)
+@lru_cache(maxsize=1024)
+def rows_kernel(name: str, features: int, dtype: torch.dtype, device_index: int, activation: str = "none", moments: bool = False) -> Kernel:
+    """A kernel of whole rows."""
+    return load_kernel(name, macros(columns=features, mode=dtype, activation=activation, moments=moments), device_index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,9 @@ from torch.nn import functional
 
 from flysurgery.gpu.device import kernels_take, multiprocessors_of
 from flysurgery.gpu.fused import packed, readable
-from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
-from flysurgery.gpu.modes import DTYPE_NUMBERS, macros
+from flysurgery.gpu.gated import rows_kernel
+from flysurgery.gpu.kernel import current_stream, float_bits
+from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.row_sums import sum_of_rows
 from flysurgery.gpu.weight_cache import derived
@@ -96,7 +96,7 @@ def _wide(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor
 
 def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, eps: float, *, moments: bool = False) -> None:
     device_index = x.device.index
-    _kernel("layer_norm", x.shape[1], x.dtype, device_index, moments).launch(
+    rows_kernel("layer_norm", x.shape[1], x.dtype, device_index, "none", moments).launch(
         (-(-x.shape[0] // _ROWS_OF_BLOCK), 1, 1),
         (32 * _ROWS_OF_BLOCK, 1, 1),
         0,
@@ -104,11 +104,6 @@ def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, ep
         *(x, weight, bias, y, x.shape[0], x.stride(0) * x.element_size(), float_bits(eps)),
         early=True,  # it reads nothing before earlier kernels have ended
     )
-
-
-@lru_cache(maxsize=256)
-def _kernel(name: str, features: int, dtype: torch.dtype, device_index: int, moments: bool = False) -> Kernel:
-    return load_kernel(name, macros(columns=features, mode=dtype, moments=moments), device_index)
 
 
 _WARPS, _MOST_COLUMNS = 8, 1024
@@ -141,7 +136,7 @@ def norm_gradient(
     sums = torch.empty((blocks, 3, features), dtype=torch.float32, device=x.device)
     wide = None if weight is None else packed(weight.detach().float())
     operands = packed(x), packed(gradient), None if beside is None else packed(beside), wide, found, sums
-    _kernel("norm_gradient", features, x.dtype, index).launch(
+    rows_kernel("norm_gradient", features, x.dtype, index).launch(
         (blocks, 1, 1), (32 * _WARPS, 1, 1), 0, current_stream(index), *operands, rows, float_bits(eps), early=True
     )
     of_weight, of_bias, of_beside = sums.sum(0)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.gpu.device import kernels_take, multiprocessors_of
 from flysurgery.gpu.fused import packed
-from flysurgery.gpu.gated import gated_obstacle
-from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
-from flysurgery.gpu.modes import macros
+from flysurgery.gpu.gated import gated_obstacle, rows_kernel
+from flysurgery.gpu.kernel import current_stream
 
 _WARPS, _LANES, _VECTOR_BYTES = 8, 32, 16
 _BLOCKS, _BLOCKS_OF_SUMS = 6, 1
@@ -67,12 +64,7 @@ def _launch(u: Tensor | None, gradient: Tensor, activation: str) -> Tensor:  # s
     blocks = (_BLOCKS_OF_SUMS if u is None else _BLOCKS) * multiprocessors_of(index)
     parts = max(1, min(blocks // strips, -(-rows // _WARPS)))
     sums = torch.empty((parts, features), dtype=torch.float32, device=gradient.device)
-    _kernel(features, gradient.dtype, activation, index).launch(
+    rows_kernel("row_sums", features, gradient.dtype, index, activation).launch(
         (strips, parts, 1), (_WARPS * _LANES, 1, 1), 0, current_stream(index), u, gradient, sums, rows, early=True
     )
     return sums.sum(0)
-
-
-@lru_cache(maxsize=256)
-def _kernel(features: int, dtype: torch.dtype, activation: str, device_index: int) -> Kernel:
-    return load_kernel("row_sums", macros(columns=features, mode=dtype, activation=activation), device_index)
