@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,19 +86,11 @@ def _sorted(factor: Pattern, following: Pattern) -> np.ndarray:  # shape: (out_f
 
 
 @lru_cache(maxsize=256)
-def _ffn_products(up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, device_index: int) -> tuple[BlockLinear, ...]:
-    tiles = wide_tilings(up, down, shared_limit_of(device_index))
-    return _products(tiles, dtype, ("none", activation, "none", "none"), device_index)
-
-
-@lru_cache(maxsize=256)
-def _group_products(architecture: Architecture, linears: int, dtype: torch.dtype, device_index: int) -> tuple[BlockLinear, ...]:
-    tiles = group_tilings(architecture, linears, shared_limit_of(device_index))
-    return _products(tiles, dtype, ("none", "none"), device_index)
-
-
-def _products(tiles: BlockTilings | str, dtype: torch.dtype, activations: Sequence[str], device_index: int) -> tuple[BlockLinear, ...]:
-    obstacle = _dtype_obstacle(dtype)
+def _products(
+    make: Callable[..., BlockTilings | str], of: tuple[Any, ...], dtype: torch.dtype, activations: tuple[str, ...], device_index: int
+) -> tuple[BlockLinear, ...]:
+    """The products of the tilings ``make(*of, shared_limit)``."""
+    obstacle, tiles = _dtype_obstacle(dtype), make(*of, shared_limit_of(device_index))
     if obstacle is not None or isinstance(tiles, str):
         raise BackendError(obstacle or str(tiles))
     return tuple(BlockLinear(tile, dtype, activation, device_index) for tile, activation in zip(tiles, activations, strict=True))
@@ -130,14 +123,14 @@ def run_wide_ffn(
         BackendError: the kernel cannot run this; ``wide_ffn_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    kind = up.architecture, down.architecture, x.dtype, activation, device_index
-    first, second, third, last = _ffn_products(*kind)
+    of = up.architecture, down.architecture
+    first, second, third, last = _products(wide_tilings, of, x.dtype, ("none", activation, "none", "none"), device_index)
     up_biases, down_biases = present(up.bias), present(down.bias)
     x = readable(x)
     u = first.multiply(x, up.factors[1:], norm=norm, moments=moments)
     # Every second product goes backwards: it begins with the rows that were written last and are still in the L2 cache.
-    if fills_rounds(x.shape[0], middle_places(*kind[:2], device_index)):
-        v = _middle(*kind).multiply(u, up.factors[0], up.bias, down.factors[1])
+    if fills_rounds(x.shape[0], middle_places(*of, device_index)):
+        v = _middle(*of, x.dtype, activation, device_index).multiply(u, up.factors[0], up.bias, down.factors[1])
     else:
         v = third.multiply(second.multiply(u, up.factors[:1], up_biases, backwards=True), down.factors[1:])
     return last.multiply(v, down.factors[:1], down_biases, scale, x if residual else None, backwards=True)
@@ -174,7 +167,7 @@ def run_wide_group(
         BackendError: the kernel cannot run this; ``wide_group_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    first, second = _group_products(group[0].architecture, len(group), x.dtype, device_index)
+    first, second = _products(group_tilings, (group[0].architecture, len(group)), x.dtype, ("none", "none"), device_index)
     lefts, rights = zip(*[member.factors for member in group], strict=True)
     biases = present(*[member.bias for member in group])
     # The second product begins with the rows that were written last and are still in the L2 cache.
