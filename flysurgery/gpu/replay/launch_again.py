@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +15,10 @@ from flysurgery.gpu.tensor_map import WORDS, Boxes
 _ALIGNMENT = 512  # that of PyTorch's allocator
 
 
-class _At(NamedTuple):
-    """An address, as an offset in bytes from an operand, from the memory between launches, or from the result."""
-
-    base: int
-    offset: int
-
-
 class Repeated:
     """The launches of a call, for other operands. All tensors between the launches share one piece of memory.
+
+    Addresses are offsets from an operand, from that piece, or from the result, in this order.
 
     Args:
         recording: a complete one.
@@ -39,11 +33,11 @@ class Repeated:
         self._shape, self._dtype = result.shape if whole else made.shape, made.dtype
         self._view = None if whole else (result.shape, result.stride(), address.offset // result.element_size())
         between, self._bytes = _between(recording, operands, address.memory)
-        self._starts = {number: _At(number, 0) for number in range(operands)}
-        self._starts |= {memory: _At(operands, start) for memory, start in between.items()} | {address.memory: _At(operands + 1, 0)}
+        self._starts = {number: Address(number, 0) for number in range(operands)}
+        self._starts |= {memory: Address(operands, start) for memory, start in between.items()} | {address.memory: Address(operands + 1, 0)}
         self._constants = recording.constants  # whose addresses stay the same
         self._words = list[int]()
-        self._addresses, self._maps = list[tuple[int, _At]](), list[tuple[int, _At, Boxes]]()
+        self._addresses, self._maps = list[tuple[int, Address]](), list[tuple[int, Address, Boxes]]()
         launches = list[tuple[Kernel, tuple[int, ...], bool, int]]()
         for launch in recording.launches:
             launches.append((launch.kernel, launch.sizes, launch.early, len(self._words)))
@@ -60,9 +54,9 @@ class Repeated:
                 self._maps.append((word, self._at(argument.at), argument))
             self._words += [0] * WORDS if isinstance(argument, Boxes) else [argument if isinstance(argument, int) else 0]
 
-    def _at(self, address: Address) -> _At:
+    def _at(self, address: Address) -> Address:
         base, start = self._starts[address.memory]
-        return _At(base, start + address.offset)
+        return Address(base, start + address.offset)
 
     def __call__(self, *operands: Tensor) -> Tensor:
         """Launch them on the current stream."""
