@@ -20,8 +20,8 @@ from flysurgery.gpu.ffn_float_tiling import float_ffn_tiling
 from flysurgery.gpu.ffn_image import pack_ffn, pack_float_ffn
 from flysurgery.gpu.ffn_middle import pack_middle
 from flysurgery.gpu.ffn_tiling import ffn_tiling
+from flysurgery.gpu.fused import _fold
 from flysurgery.gpu.fused_configs import every_config
-from flysurgery.gpu.fused_linears import _fold
 from flysurgery.gpu.image import HEADER_BYTES as FUSED_HEADER_BYTES
 from flysurgery.gpu.image import pack, panel_indices
 from flysurgery.gpu.parts import Norm
