@@ -18,8 +18,8 @@
 // Floor: the products, or the bytes of x, residual and y. ViT-B's attn_out with its residual takes 50 us of an H200, 128 images in float16,
 // where the bytes take 28 at the rate of a large copy, and PyTorch's product alone 48.
 //
-// Defines: IN_FEATURES, OUT_FEATURES, MODE (0 fp16, 1 bf16), ACTIVATION (exact_activation.cuh), RESIDUAL, MOMENTS, COLUMNS, STAGES. Limits: sm_90a; IN_FEATURES a multiple
-// of 64, OUT_FEATURES one of COLUMNS; rows of x, y and the residual begin at multiples of 16 bytes.
+// Defines: IN_FEATURES, OUT_FEATURES, MODE (0 fp16, 1 bf16), ACTIVATION (exact_activation.cuh), RESIDUAL, MOMENTS, COLUMNS, STAGES.
+// Limits: sm_90a; IN_FEATURES a multiple of 64, OUT_FEATURES one of COLUMNS; rows of x, y and the residual begin at multiples of 16 bytes.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
 #include "tensor_map.cuh"

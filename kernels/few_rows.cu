@@ -14,8 +14,9 @@
 //
 // Measured on an H200, beside PyTorch: recipes/results/kernels_h200.csv.
 //
-// Defines: IN_FEATURES, OUT_FEATURES, MODE (0 fp16, 1 bf16), NORM, ACTIVATION (exact_activation.cuh), RESIDUAL, ROW_TILES, COLUMNS, SPLIT, RESIDENT (blocks that a
-// multiprocessor runs at once). Limits: sm_80 or newer; IN_FEATURES a multiple of 32*SPLIT, OUT_FEATURES of COLUMNS; rows at multiples of 16 bytes.
+// Defines: IN_FEATURES, OUT_FEATURES, MODE (0 fp16, 1 bf16), NORM, ACTIVATION (exact_activation.cuh), RESIDUAL, ROW_TILES, COLUMNS, SPLIT,
+// RESIDENT (blocks that a multiprocessor runs at once).
+// Limits: sm_80 or newer; IN_FEATURES a multiple of 32*SPLIT, OUT_FEATURES of COLUMNS; rows at multiples of 16 bytes.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
 

@@ -18,8 +18,9 @@
 //
 // Measured on an H200, beside PyTorch: recipes/results/kernels_h200.csv.
 //
-// Defines: IN_FEATURES, OUT_FEATURES, MODE, ACTIVATION (exact_activation.cuh), RESIDUAL, ROWS, COLUMNS, SPLIT, SHARES, STAGES, RESIDENT (blocks that a multiprocessor
-// runs at once). Limits: sm_90a; IN_FEATURES a multiple of 64*SPLIT*SHARES, OUT_FEATURES of COLUMNS, ROWS of 64; rows at multiples of 16 bytes.
+// Defines: IN_FEATURES, OUT_FEATURES, MODE, ACTIVATION (exact_activation.cuh), RESIDUAL, ROWS, COLUMNS, SPLIT, SHARES, STAGES,
+// RESIDENT (blocks that a multiprocessor runs at once).
+// Limits: sm_90a; IN_FEATURES a multiple of 64*SPLIT*SHARES, OUT_FEATURES of COLUMNS, ROWS of 64; rows at multiples of 16 bytes.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
 #include "mode.cuh"
