@@ -3,16 +3,6 @@
 
 #include "single_fragments.cuh"
 
-__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    if constexpr (MODE == MODE_BF16) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    } else {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-}
-
 // The B fragments of two neighbouring n8 tiles (one, where NT is odd and this is the last): b[0..1] and b[2..3]
 template <bool PAIR>
 __device__ __forceinline__ void read_weights(u32 (&b)[4], u32 address) {
@@ -35,12 +25,12 @@ __device__ __forceinline__ void start_sums(Sums& sums) {
 
 __device__ __forceinline__ void add_product(float (&sum)[4], const Fragments& f, int mt, int r, const u32 (&hi)[4], const u32 (&lo)[4], int n) {
     if constexpr (PLANES == 1) {
-        multiply(sum, f.hi[mt][r], hi[2 * n], hi[2 * n + 1]);
+        mma(sum, f.hi[mt][r], hi[2 * n], hi[2 * n + 1]);
     } else {
         float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        multiply(part, f.lo[mt][r], hi[2 * n], hi[2 * n + 1]);
-        multiply(part, f.hi[mt][r], lo[2 * n], lo[2 * n + 1]);
-        multiply(part, f.hi[mt][r], hi[2 * n], hi[2 * n + 1]);
+        mma(part, f.lo[mt][r], hi[2 * n], hi[2 * n + 1]);
+        mma(part, f.hi[mt][r], lo[2 * n], lo[2 * n + 1]);
+        mma(part, f.hi[mt][r], hi[2 * n], hi[2 * n + 1]);
 #pragma unroll
         for (int e = 0; e < 4; ++e) sum[e] += part[e];
     }
