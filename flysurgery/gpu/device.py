@@ -61,27 +61,15 @@ def multiprocessors_of(device_index: int) -> int:
 
 def cuda_facts() -> list[tuple[str, str, str | None]]:
     """What ``flysurgery doctor`` says about the CUDA backend: rows of ``(what, what was found, obstacle or None)``."""
-    return [_compiler_fact(), *_device_facts(), _folder_fact()]
-
-
-def _compiler_fact() -> tuple[str, str, str | None]:
+    folder, facts = cubin_folder(), list[tuple[str, str, str | None]]()
     try:
         version = ".".join(map(str, nvrtc_version()))
-        return ("compiler", f"NVRTC {version}, cuda-core {cuda_module('core').__version__}", None)
+        facts.append(("compiler", f"NVRTC {version}, cuda-core {cuda_module('core').__version__}", None))
     except BackendError as error:
-        return ("compiler", "none", str(error))
-
-
-def _device_facts() -> list[tuple[str, str, str | None]]:
-    if not torch.cuda.is_available():
-        return [("GPU", "none", device_obstacle())]
-    facts = []
-    for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        facts.append((f"GPU {index}", f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}", device_obstacle(index)))
-    return facts
-
-
-def _folder_fact() -> tuple[str, str, str | None]:
-    folder = cubin_folder()
-    return ("kernel cache", str(folder), folder_obstacle(folder))
+        facts.append(("compiler", "none", str(error)))
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+        facts.append((f"GPU {index}", f"{torch.cuda.get_device_name(index)}, compute capability {capability}", device_obstacle(index)))
+    if len(facts) == 1:
+        facts.append(("GPU", "none", device_obstacle()))
+    return [*facts, ("kernel cache", str(folder), folder_obstacle(folder))]
