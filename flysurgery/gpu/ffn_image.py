@@ -24,9 +24,9 @@ def panel_indices(tile: FfnTiling) -> tuple[tuple[np.ndarray, ...], tuple[np.nda
     -1 for zeros. Then for the two biases, of the hidden units and of the outputs,
     arrays of shape ``(panels, columns)``.
     """
-    second, hidden_bias = _second(tile)
+    second, third, hidden_bias = _middle(tile)
     last, out_bias = _last(tile)
-    return (_first(tile), second, _third(tile), last), (hidden_bias, out_bias)
+    return (_first(tile), second, third, last), (hidden_bias, out_bias)
 
 
 def input_order(block: int, vector: int) -> np.ndarray:
@@ -47,30 +47,20 @@ def _first(tile: FfnTiling) -> np.ndarray:
     return in_cores(panels)
 
 
-def _second(tile: FfnTiling) -> tuple[np.ndarray, np.ndarray]:
-    factor, third = tile.factors[1], tile.factors[2]
-    share = third.c // factor.d
-    inputs = [_inputs(tile.factors[0], factor, steps, cls) for cls, steps in enumerate(tile.middle_steps)]
-    panels, bias = [], []
+def _middle(tile: FfnTiling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    second, third = tile.factors[1:3]
+    inputs = [_inputs(tile.factors[0], second, steps, cls) for cls, steps in enumerate(tile.middle_steps)]
+    ups, downs, bias = [], [], []
     for block in range(third.a):
-        for cls in range(factor.d):
-            for piece in range(tile.pieces):
-                p = block * share + piece * tile.hidden + np.arange(tile.hidden)
-                panels += np.split(places_of(factor, 0, p[None, :], inputs[cls][:, None], cls), tile.parts[1])
-                bias.append(p * factor.d + cls)
-    return in_cores(panels), np.stack(bias)
-
-
-def _third(tile: FfnTiling) -> np.ndarray:
-    second, factor = tile.factors[1:3]
-    panels = []
-    for block in range(factor.a):
-        p = np.array(block_order(factor, block, tile.factors[3].d))
+        outputs = np.array(block_order(third, block, tile.factors[3].d))
         for cls in range(second.d):
             for piece in range(tile.pieces):
-                q = (piece * tile.hidden + np.arange(tile.hidden)) * second.d + cls
-                panels += np.split(places_of(factor, block, p[None, :], q[:, None], 0), tile.parts[2])
-    return in_cores(panels)
+                units = piece * tile.hidden + np.arange(tile.hidden)
+                p = block * (third.c // second.d) + units
+                ups += np.split(places_of(second, 0, p[None, :], inputs[cls][:, None], cls), tile.parts[1])
+                downs += np.split(places_of(third, block, outputs[None, :], (units * second.d + cls)[:, None], 0), tile.parts[2])
+                bias.append(p * second.d + cls)
+    return in_cores(ups), in_cores(downs), np.stack(bias)
 
 
 def _last(tile: FfnTiling) -> tuple[np.ndarray, np.ndarray]:
@@ -209,7 +199,7 @@ def pack_float_ffn(
     The norm's weight is multiplied into the first factor and its bias is multiplied by the first two, in float64.
     """
     wide, hidden_bias, out_bias = _with_norm(tile, factors, biases, norm, torch.float64)
-    largest = _largest(*wide[:3], hidden_bias)
+    largest = _largest(wide, hidden_bias)
     made = [_WEIGHT_EXPONENT - _exponent(factor) for factor in wide]
     u, h, v = (BOUND_EXPONENT - _exponent(values) for values in largest)
     fits = torch.stack([u - made[0] - tile.normalized_exponent, -u - made[1], h, v - h - made[2], -v - made[3]])
@@ -226,12 +216,13 @@ def pack_float_ffn(
     return torch.cat([padded(header.view(torch.uint8), HEADER_BYTES), _in_order(weights, end, len(middle), tile.stride)])
 
 
-def _largest(first: Tensor, second: Tensor, third: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _largest(factors: list[Tensor], bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Bounds of the magnitudes of the first factor's outputs, the hidden units and the third factor's outputs.
 
     The length of a normalized row is at most the root of its size. So a weighted sum of the row is at most that times the length of the
     weights. An activation does not increase magnitudes.
     """
+    first, second, third, _ = factors
     a, _, c, d = first.shape
     rows = ks_einsum(torch.eye(a * c * d, device=first.device, dtype=first.dtype), first)
     length = (a * c * d) ** 0.5
