@@ -108,7 +108,7 @@ class BlockTiling:
         held = 2 * self.run * self.classes
         return self.classes * self.columns // 2 + 50 + 4 * self.classes + (held if held > _PIECE else 0)
 
-    def defines(self, dtype: torch.dtype, activation: str, norm: int, residual: bool, scaled: bool) -> dict[str, int]:
+    def defines(self, dtype: torch.dtype, activation: str, norm: int, residual: int, scaled: int) -> dict[str, int]:
         """The macros that the kernel is compiled with; ``norm`` is the number of parts that a row's moments come in, 0 without a norm."""
         names = "tiles", "steps", "last", "columns", "run", "warpgroups", "slots", "boxes"
         sizes = {name: getattr(self, name) for name in names}

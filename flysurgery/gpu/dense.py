@@ -13,14 +13,13 @@ from flysurgery.gpu.dense_tiling import NO_PATCH, DenseTiling, Patch, StreamTili
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, kernel_of
-from flysurgery.gpu.modes import in_halves, scaled_rows
+from flysurgery.gpu.modes import WEIGHT_SHIFT, in_halves, scaled_rows
 from flysurgery.gpu.parts import Dense, present
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.tensor_map import boxes
 from flysurgery.gpu.weight_cache import derived, derived_for_launch
 
 _NARROW = 64
-_WEIGHT_SHIFT = 13  # kWeightShift of the kernel
 
 
 def dense_obstacle(
@@ -202,13 +201,13 @@ def pack_dense(
     shift = wide.new_zeros(tile.out_features) if bias is None else bias.detach().float() * factor
     if tile.element_bytes == 4:
         wide, exponent = scaled_rows(wide)
-        factor = torch.ldexp(factor, _WEIGHT_SHIFT - exponent)
+        factor = torch.ldexp(factor, WEIGHT_SHIFT - exponent)
     # 8 * run columns are (lane, tile, 2) in y and (tile, lane, 2) here; 16 floats are (lane, half, 2) in x and (half, lane, 2) here
     inputs = (tile.batch // 16, 4, 2, 2) if tile.element_bytes == 4 else (tile.batch // 16, 2, 4, 2)
     split = wide.reshape(tile.out_features // tile.columns, -1, 4, tile.run, 2, tile.in_features // tile.batch, *inputs)
     half, lane = (8, 7) if tile.element_bytes == 4 else (7, 8)
     panels = split.permute(0, 5, 6, half, 1, 3, 2, 4, lane, 9)  # tile, batch, step, k8, columns, 8 inputs
-    images = in_halves(panels, tile.planes, torch.bfloat16 if tile.mode == "bf16" else torch.float16)
+    images = in_halves(panels, tile.images, torch.bfloat16 if tile.mode == "bf16" else torch.float16)
     return torch.stack(images, dim=2).reshape(-1).view(torch.uint8), torch.stack((factor, shift))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from flysurgery.gpu.modes import dtype_of, macros
+from flysurgery.gpu.modes import OfMode, macros
 
 BATCH_BYTES = 128
 _WIDEST = 128
@@ -25,7 +25,7 @@ NO_PATCH = Patch(0, 0)
 
 
 @dataclass(frozen=True)
-class DenseTiling:
+class DenseTiling(OfMode):
     """Sizes of ``kernels/dense_linear.cu``.
 
     Attributes:
@@ -45,15 +45,6 @@ class DenseTiling:
     gated: bool = False
 
     @property
-    def element_bytes(self) -> int:
-        return dtype_of(self.mode).itemsize
-
-    @property
-    def planes(self) -> int:
-        """Images of the weights: hi and lo where fp32 is split in pairs."""
-        return 2 if self.mode == "fp32" else 1
-
-    @property
     def batch(self) -> int:
         """Inputs of a batch."""
         return BATCH_BYTES // self.element_bytes
@@ -66,7 +57,7 @@ class DenseTiling:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        weights = self.in_features * self.columns * 2 * self.planes
+        weights = self.in_features * self.columns * 2 * self.images
         return weights + self.warps * self.stages * 16 * BATCH_BYTES + self.columns * 8 + self.in_features // self.batch * 8
 
     @property

@@ -108,20 +108,15 @@ def most_rows(in_features: int, out_features: int, norm: bool, dtype: torch.dtyp
 def _launcher(
     in_features: int, out_features: int, norm: bool, rows: int, dtype: torch.dtype, activation: str, residual: bool, device_index: int
 ) -> tuple[Kernel, Sizes]:
-    """The kernel for this many rows, and its launch: blocks, threads and shared memory."""
-    tile = _tiling(in_features, out_features, norm, rows, device_index)
-    return kernel_of(tile, device_index, dtype, activation, residual), (tile.grid(rows), (32 * tile.split, 1, 1), tile.shared_bytes)
-
-
-def _tiling(in_features: int, out_features: int, norm: bool, rows: int, device_index: int) -> FewRowsTiling:
-    """The smallest blocks that all run at once.
+    """The kernel for this many rows, and its launch: blocks, threads and shared memory; of the smallest blocks that all run at once.
 
     Raises:
         BackendError: there are none.
     """
     for tile in few_rows_tilings(in_features, out_features, norm, shared_limit_of(device_index)):
         if rows <= tile.most_rows(multiprocessors_of(device_index)):
-            return tile
+            sizes = tile.grid(rows), (32 * tile.split, 1, 1), tile.shared_bytes
+            return kernel_of(tile, device_index, dtype, activation, residual), sizes
     raise BackendError(f"the kernel for few rows takes no {rows} rows of {in_features} features to {out_features}")
 
 

@@ -10,6 +10,7 @@ from math import ceil, log2
 from typing import ClassVar
 
 from flysurgery.gpu.ffn_tiling import Factors, FfnTiling, cut, factors_of, tiles_of
+from flysurgery.gpu.modes import OfMode
 from flysurgery.gpu.tiling import braces, registers_allowed
 from flysurgery.patterns import Architecture
 
@@ -26,7 +27,7 @@ _MOST_SLOTS = 16
 
 
 @dataclass(frozen=True)
-class FloatFfnTiling(FfnTiling):
+class FloatFfnTiling(OfMode, FfnTiling):
     """Sizes of ``kernels/ffn_floats.cu`` for one pair of architectures and one mode; four warps own 64 rows, four others bring weights.
 
     Attributes:
@@ -55,11 +56,6 @@ class FloatFfnTiling(FfnTiling):
     def slot_bytes(self) -> int:
         """What a slot takes in shared memory: a panel and two barriers."""
         return self.stride + 16
-
-    @property
-    def images(self) -> int:
-        """Halves that make an operand."""
-        return 2 if self.mode == "fp32" else 1
 
     @property
     def vector(self) -> int:
@@ -129,7 +125,6 @@ class FloatFfnTiling(FfnTiling):
             "V_TILES": braces(last),
             "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
             "CONSUMER_REGISTERS": self.most_registers,
-            **{f"PARTS{n}": parts for n, parts in enumerate(self.parts, 1)},
             "NORMALIZED": f"{2.0**self.normalized_exponent}f",
         }
 

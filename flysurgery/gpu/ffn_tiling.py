@@ -7,6 +7,7 @@ from functools import lru_cache
 from math import ceil
 from typing import ClassVar, TypeVar
 
+from flysurgery.gpu.modes import macros
 from flysurgery.gpu.tiling import braces
 from flysurgery.patterns import Architecture, Pattern
 
@@ -147,20 +148,11 @@ class FfnTiling:
 
     def sizes(self) -> dict[str, int | str]:
         """The macros that all feed-forward kernels are compiled with."""
-        letters = {f"{letter}{n}": getattr(f, letter.lower()) for n, f in enumerate(self.factors, 1) for letter in "ABC"}
-        return {
-            **letters,
-            "D2": self.factors[1].d,
-            "D4": self.factors[3].d,
-            "HIDDEN": self.hidden,
-            "STEPS2": len(self.middle_steps[0]),
-            "STEPS4": len(self.last_steps[0]),
-            "COLUMNS4": self.columns,
-            "RUN": self.run,
-            "SLOTS": self.slots,
-            "PANEL_STRIDE": self.stride,
-            "SCALED": int(self.scaled),
-        }
+        letters = {f"{name}{n}": size for n, f in enumerate(self.factors, 1) for name, size in zip("abcd", f.factor_shape, strict=True)}
+        parts = {f"parts{n}": parts for n, parts in enumerate(self.parts, 1)}
+        steps = {"steps2": len(self.middle_steps[0]), "steps4": len(self.last_steps[0])}
+        tiles = {"hidden": self.hidden, "columns4": self.columns, "run": self.run, "slots": self.slots, "panel_stride": self.stride}
+        return {**macros(scaled=self.scaled, **letters, **parts, **steps, **tiles)}
 
     def defines(self) -> dict[str, int | str]:
         """The macros that the kernel is compiled with, less mode, activation, norm and residual."""
@@ -170,7 +162,6 @@ class FfnTiling:
             **self.sizes(),
             "WARPGROUPS": WARPGROUPS,
             "X_VECTOR": self.vector,
-            **{f"PARTS{n}": parts for n, parts in enumerate(self.parts, 1)},
             "HIDDEN_UNIT": f"{HIDDEN_UNIT}f",
             "U_TABLE": braces(middle),
             "V_TABLE": braces(last),

@@ -151,9 +151,7 @@ class Kernel:
             )
 
     def allow_shared(self, shared_bytes: int) -> None:
-        """Raise the limit of dynamic shared memory, where it is lower."""
-        if shared_bytes <= self._shared_bytes:
-            return
+        """Raise the limit of dynamic shared memory."""
         driver = cuda_module("bindings.driver")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         result = driver.cuKernelSetAttribute(attribute, shared_bytes, self._kernel, driver.CUdevice(self.device_index))[0]

@@ -32,6 +32,22 @@ def macros(sizes: Any = None, **options: Any) -> dict[str, int]:
     return {name.upper(): _number(value) for name, value in (named | options).items()}
 
 
+class OfMode:
+    """What the mode of a tiling decides."""
+
+    mode: str
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of x."""
+        return 2 if self.mode in HALVES else 4
+
+    @property
+    def images(self) -> int:
+        """Images of the weights: hi and lo where fp32 is split in pairs."""
+        return 2 if self.mode == "fp32" else 1
+
+
 def _number(value: Any) -> int:
     if isinstance(value, torch.dtype):
         return DTYPE_NUMBERS[value]
@@ -81,6 +97,7 @@ def in_halves(values: Tensor, images: int, half: torch.dtype = torch.float16) ->
 
 
 _WEIGHT_EXPONENT = 11
+WEIGHT_SHIFT = 13  # kWeightShift of the kernels
 
 
 def scaled_rows(weight: Tensor) -> tuple[Tensor, Tensor]:  # shapes: (outputs, inputs) float32 -> the same, (outputs,) int32

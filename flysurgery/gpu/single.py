@@ -68,7 +68,7 @@ class SingleFactor:
             dtype = torch.float16 if self.mode == "fp16" else torch.bfloat16
             return _with_header(panels.to(dtype), torch.zeros(1, dtype=torch.int32, device=factor.device))
         scaled, exponent = scaled_rows(panels.float().reshape(1, -1))
-        return _with_header(torch.stack(in_halves(scaled.view(panels.shape), tile.planes), dim=5), exponent)
+        return _with_header(torch.stack(in_halves(scaled.view(panels.shape), tile.images), dim=5), exponent)
 
     def run(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, in_rows, load_kernel
-from flysurgery.gpu.modes import DTYPE_NUMBERS, dtype_of
+from flysurgery.gpu.modes import dtype_of, macros
 from flysurgery.patterns import Pattern
 
 _THREADS = 256
@@ -40,17 +40,9 @@ class Transposition:
         long = _part(max(self.slow, self.fast), elements // short)
         tile_slow, tile_fast = (short, long) if self.slow < self.fast else (long, short)
         whole = (tile_slow, tile_fast) == (self.slow, self.fast)
-        return {
-            "MODE": DTYPE_NUMBERS[dtype],
-            "MATRICES": self.matrices,
-            "SLOW": self.slow,
-            "FAST": self.fast,
-            "TILE_SLOW": tile_slow,
-            "TILE_FAST": tile_fast,
-            "TOGETHER": max(1, elements // (tile_slow * tile_fast)) if whole else 1,
-            "IN_VECTOR": in_vector,
-            "OUT_VECTOR": out_vector,
-        }
+        together = max(1, elements // (tile_slow * tile_fast)) if whole else 1
+        tile = {"tile_slow": tile_slow, "tile_fast": tile_fast, "together": together, "in_vector": in_vector, "out_vector": out_vector}
+        return macros(mode=dtype, matrices=self.matrices, slow=self.slow, fast=self.fast, **tile)
 
     def run(
         self,

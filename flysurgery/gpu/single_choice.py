@@ -90,9 +90,9 @@ def _cost(tile: SingleTiling) -> float:
     sector = 1.0 if config.block_residues == pattern.d else max(1.0, 32 / (config.block_residues * width))
     streamed = weights / each if config.resident else weights
     products = y_elements * inputs
-    arithmetic = products * (3 if tile.planes == 2 else 1) / 2048 * 1.6
-    per_element = {2: 0.5, 4: 3.5 if tile.planes == 1 else 5.0}[width]
-    issue = (x_elements * config.output_warps * per_element + products / 512 * (4 if tile.planes == 2 else 1) * 32) / 128
+    arithmetic = products * (3 if tile.images == 2 else 1) / 2048 * 1.6
+    per_element = {2: 0.5, 4: 3.5 if tile.images == 1 else 5.0}[width]
+    issue = (x_elements * config.output_warps * per_element + products / 512 * (4 if tile.images == 2 else 1) * 32) / 128
     shared = (
         x_elements * width * (1 + config.output_warps * tile.read_conflicts)
         + streamed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd
 
-from flysurgery.gpu.modes import MODE_NUMBERS
+from flysurgery.gpu.modes import OfMode, macros
 from flysurgery.patterns import Pattern
 
 _BANKS, _LANES = 32, 32
@@ -118,21 +118,12 @@ class SingleConfig:
 
 
 @dataclass(frozen=True)
-class SingleTiling:
+class SingleTiling(OfMode):
     """The sizes that follow from a pattern, a mode and a configuration."""
 
     pattern: Pattern
     mode: str
     config: SingleConfig
-
-    @property
-    def element_bytes(self) -> int:
-        return 2 if self.mode in ("fp16", "bf16") else 4
-
-    @property
-    def planes(self) -> int:
-        """Images of the weights: hi and lo where fp32 is split in pairs."""
-        return 2 if self.mode == "fp32" else 1
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -153,7 +144,7 @@ class SingleTiling:
     @property
     def weight_chunk_bytes(self) -> int:
         config = self.config
-        return config.block_residues * self.planes * config.chunk * config.block_outputs * 2
+        return config.block_residues * self.images * config.chunk * config.block_outputs * 2
 
     @property
     def x_pitch(self) -> int:
@@ -211,7 +202,7 @@ class SingleTiling:
         """Registers a thread, estimated: accumulators, fragments, scales, and what stands beside them."""
         config = self.config
         sums = 4 * config.row_tiles * config.residues * config.output_tiles
-        fragments = 4 * config.row_tiles * config.residues * self.planes
+        fragments = 4 * config.row_tiles * config.residues * self.images
         scales = 2 * config.row_tiles * config.residues + _REGISTERS_OF_SCALING if self.element_bytes == 4 else 0
         return sums + fragments + scales + config.residues * self.element_bytes + _REGISTERS_BESIDE_TILES
 
@@ -225,26 +216,12 @@ class SingleTiling:
     def defines(self, x_vector: int) -> dict[str, int]:
         """The macros that the kernel is compiled with; x is copied ``x_vector`` bytes at a time."""
         config = self.config
-        return {
-            **{f"PATTERN_{name}": size for name, size in zip("ABCD", self.pattern.factor_shape, strict=True)},
-            "MODE": MODE_NUMBERS[self.mode],
-            "WM": config.row_warps,
-            "WN": config.output_warps,
-            "WJ": config.residue_warps,
-            "MT": config.row_tiles,
-            "NT": config.output_tiles,
-            "R": config.residues,
-            "KC": config.chunk,
-            "STAGES": config.stages,
-            "RESIDENT": int(config.resident),
-            "INTERLEAVED_Q": int(config.interleaved),
-            "RANGES_FAST": self.ranges_fast,
-            "X_VECTOR": x_vector,
-            "Y_VECTOR": self.y_vector,
-            "X_PITCH": self.x_pitch,
-            "Y_PITCH": self.y_pitch,
-            "MIN_BLOCKS": config.min_blocks,
-        }
+        warps = {"wm": config.row_warps, "wn": config.output_warps, "wj": config.residue_warps}
+        tiles = {"mt": config.row_tiles, "nt": config.output_tiles, "r": config.residues, "kc": config.chunk, "stages": config.stages}
+        copies = {"x_vector": x_vector, "y_vector": self.y_vector, "x_pitch": self.x_pitch, "y_pitch": self.y_pitch}
+        order = {"resident": config.resident, "interleaved_q": config.interleaved, "ranges_fast": self.ranges_fast}
+        letters = {f"pattern_{name}": size for name, size in zip("abcd", self.pattern.factor_shape, strict=True)}
+        return macros(mode=self.mode, min_blocks=config.min_blocks, **letters, **warps, **tiles, **copies, **order)
 
     def row_chunks(self, rows: int, multiprocessors: int) -> tuple[int, int]:
         """How many row chunks to launch and how many tiles of rows each takes, for the least time of the slowest block."""

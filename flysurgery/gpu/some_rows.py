@@ -17,7 +17,7 @@ from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.few_rows import lies_in_place, outputs_of, pack_vectors, pack_weights
 from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import current_stream, kernel_of
-from flysurgery.gpu.modes import HALVES, in_halves, macros, scaled_rows
+from flysurgery.gpu.modes import HALVES, WEIGHT_SHIFT, in_halves, macros, scaled_rows
 from flysurgery.gpu.parts import Linear, present
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
@@ -155,9 +155,6 @@ def most_rows(in_features: int, out_features: int, factors: bool, mode: str, mul
     return rows
 
 
-_WEIGHT_SHIFT = 13  # kWeightShift of the kernel
-
-
 @lru_cache(maxsize=1024)
 def most_some_rows(in_features: int, out_features: int, factors: bool, mode: str, device_index: int) -> int:
     """The most rows for which the kernel is the fastest for a layer, of ``factors`` or dense; 0 where it does not take the layer."""
@@ -227,5 +224,5 @@ def pack_floats(
     scaled, exponent = scaled_rows(dense.float())
     # 16 inputs are (lane, half, 2) in x and (half, lane, 2) here
     turned = scaled.unflatten(1, (-1, 4, 2, 2)).transpose(2, 3).flatten(1)
-    factor = torch.ldexp(columns[0], _WEIGHT_SHIFT - exponent)
+    factor = torch.ldexp(columns[0], WEIGHT_SHIFT - exponent)
     return torch.stack((factor, columns[1])), torch.stack(in_halves(turned, 1 if mode == "tf32" else 2), dim=1)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from math import ceil
 from typing import Any
 
-from flysurgery.gpu.modes import MODE_NUMBERS, macros
+from flysurgery.gpu.modes import OfMode, macros
 from flysurgery.patterns import Architecture, Pattern
 
 _MAX_PADDING = 1.6
@@ -52,7 +52,7 @@ class FusedConfig:
 
 
 @dataclass(frozen=True)
-class Tiling:
+class Tiling(OfMode):
     """The sizes that an architecture, a mode and a number of linears sharing x fix, whatever the configuration."""
 
     first: Pattern  # the factor x meets first
@@ -66,15 +66,6 @@ class Tiling:
     def of(self, config: FusedConfig) -> Tiling:
         """The sizes of a block of this configuration."""
         return replace(self, linears=1, blocks=self.linears) if config.apart and self.blocks == 1 else self
-
-    @property
-    def element_bytes(self) -> int:
-        return 4 if self.mode in ("tf32", "fp32") else 2
-
-    @property
-    def images(self) -> int:
-        """Images of the weights: hi and lo where fp32 is split in pairs."""
-        return 2 if self.mode == "fp32" else 1
 
     @cached_property
     def groups(self) -> int:
@@ -239,33 +230,26 @@ class Tiling:
 
     def defines(self, config: FusedConfig) -> dict[str, int | str]:
         """The macros that the kernel is compiled with, less the activation."""
-        first, second = self.first, self.second
-        return {
-            "A1": second.a,
-            "B1": second.b,
-            "C1": second.c,
-            "D1": second.d,
-            "A2": first.a,
-            "B2": first.b,
-            "C2": first.c,
-            "D2": first.d,
-            "GROUPS": self.linears,
-            "MODE": MODE_NUMBERS[self.mode],
-            "GROUP_TILES": self.group_tiles,
-            "CLASS_FROM": braces(low for low, _ in self.class_tiles),
-            "CLASS_TILES": braces(count for _, count in self.class_tiles),
-            "KSTEPS1": self.first_steps,
-            **macros(config),
-            "STEPS2": second_batch(config),
-            "SMALL_APART": int(self.small_apart(config)),
-            "LOOPED": int(self.looped(config)),
-            "SHARES": int(self.shares),
-            "U_GROUPS": self.shared_groups(config),
-            "U_LOW": self.low_groups(config),
-            "NORM": int(self.norm),
-            "BLOCKS": self.blocks,
-            "GATED": int(self.gated),
-        }
+        patterns = ((1, self.second), (2, self.first))
+        letters = {f"{letter}{n}": size for n, pattern in patterns for letter, size in zip("ABCD", pattern.factor_shape, strict=True)}
+        first, count = (braces(sizes) for sizes in zip(*self.class_tiles, strict=True))
+        chosen = macros(
+            config,
+            mode=self.mode,
+            groups=self.linears,
+            group_tiles=self.group_tiles,
+            ksteps1=self.first_steps,
+            steps2=second_batch(config),
+            small_apart=self.small_apart(config),
+            looped=self.looped(config),
+            shares=self.shares,
+            u_groups=self.shared_groups(config),
+            u_low=self.low_groups(config),
+            norm=self.norm,
+            blocks=self.blocks,
+            gated=self.gated,
+        )
+        return {**letters, "CLASS_FROM": first, "CLASS_TILES": count, **chosen}
 
 
 def braces(values: Iterable[Any]) -> str:
