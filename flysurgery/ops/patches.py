@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.gpu.dense_patches import patches_obstacle, rows_of_image, run_patches
+from flysurgery.gpu.dense import patches_obstacle, rows_of_image, run_patches
 from flysurgery.gpu.modes import present_mode
 from flysurgery.gpu.parts import present
 from flysurgery.ops.ways import Stage, Stages

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery import ops
-from flysurgery.gpu.dense_patches import run_patches
+from flysurgery.gpu.dense import run_patches
 from flysurgery.ops import PatchEmbedding
 from flysurgery.patterns import Pattern
 from tests.support.oracle import product
