@@ -1,4 +1,4 @@
-"""Which arithmetic a kernel uses, from the dtype of x and PyTorch's own switches; and float32 as halves."""
+"""Which arithmetic a kernel uses, from the dtype of x and PyTorch's own switches; its macros; and float32 as halves."""
 
 from __future__ import annotations
 
