@@ -15,6 +15,7 @@ from flysurgery.ops import Dense, FusedFactors, Norm, ks_linear, launches, run
 from flysurgery.patterns import Architecture
 
 Part = TypeVar("Part")
+DEVICE = "cuda"
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 K = 1.25 * 1.2
 """Level 2 of the tolerance policy, for a product of factors in half precision."""
@@ -23,7 +24,7 @@ K_FP32 = 2.0
 
 
 def normal(*shape: int, dtype: torch.dtype, deviation: float = 1.0, mean: float = 0.0) -> Tensor:
-    return (torch.randn(shape, device="cuda") * deviation + mean).to(dtype)
+    return (torch.randn(shape, device=DEVICE) * deviation + mean).to(dtype)
 
 
 def layer(architecture: Architecture, dtype: torch.dtype, bias: bool = True) -> FusedFactors:

@@ -1,187 +1,232 @@
-"""Every kernel compiles and hardly spills registers; its wgmma instructions do not wait for others.
+"""Calls on a GPU that is not there: every kernel compiles and hardly spills registers, and every weight comes to a launch.
 
 Most variants are those of a GPU for which nothing was tuned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from flysurgery.gpu.attention import ring_attention
-from flysurgery.gpu.compile import compile_cubin, kernel_path
-from flysurgery.gpu.dense_tiling import Patch, dense_tiling, stream_tiling
-from flysurgery.gpu.factor_by_factor import group_tilings, wide_middle, wide_tilings
-from flysurgery.gpu.few_rows import few_rows_tilings
-from flysurgery.gpu.ffn_float_tiling import float_ffn_tiling
-from flysurgery.gpu.ffn_tiling import ffn_tiling
-from flysurgery.gpu.fused_configs import configs
-from flysurgery.gpu.kernel import ARCH
-from flysurgery.gpu.modes import ACTIVATIONS, MODE_NUMBERS
-from flysurgery.gpu.single_by_bmm import Transposition
-from flysurgery.gpu.single_choice import candidates
-from flysurgery.gpu.single_tiling import SingleTiling
-from flysurgery.gpu.some_rows import some_rows_tiling
-from flysurgery.gpu.tiling import tiling
-from flysurgery.gpu.weight_space import macros
-from flysurgery.patterns import Architecture, Pattern, gonon, monarch
+from flysurgery.gpu import kernel as kernels
+from flysurgery.gpu import layer_norm, row_sums, weight_space
+from flysurgery.gpu.compile import Compiled, compile_cubin, kernel_path
+from flysurgery.gpu.factor_by_factor import run_wide_ffn
+from flysurgery.gpu.gated import run_gated
+from flysurgery.gpu.gradients import all_gradients
+from flysurgery.gpu.product import run_product
+from flysurgery.ops import Attention, FeedForward, FusedFactors, Gated, Linear, LinearResidual, NormLinears, PatchEmbedding, run, ways
+from flysurgery.patterns import Architecture, gonon, monarch
+from tests.gpu import gpu_blocks
+from tests.gpu.gpu_blocks import affine, dense, layer, normal
+from tests.support.rounding import fresh_memory_is_nan, rounding_as
 
-LIMIT = 227 * 1024
-"""Bytes of shared memory that a block may use."""
-Defines = Mapping[str, "int | str"]
-Made = TypeVar("Made")
-
-
-def made(found: Made | str | None) -> Made:
-    """A tiling, not the reason why there is none."""
-    assert found is not None and not isinstance(found, str), found
-    return found
+SPILLED_BYTES = {
+    "fused_linear": 2048,  # fp32 by pairs lives on 255 registers: its configurations were chosen by time
+    "fused_ffn": 128,  # at the end, where scaled sums and the rows to be added are held together
+    "ffn_floats": 96,  # outside of the loop over pieces of hidden units
+    "block_linear": 96,  # three classes of outputs at once, and activations in float32
+    "dense_linear": 64,  # patches of 8x8: their few inputs leave room for the widest tile
+    "few_rows": 8,  # as many registers as let two blocks run at once
+    "attention": 24,
+    "single_factor": 12,
+}
+"""The most that a kernel may spill; others nothing."""
 
 
-def fused(architecture: Architecture, mode: str, linears: int, activation: str = "none", **parts: bool) -> Defines:
-    """``parts``: norm, gated, residual, scaled."""
-    tile = made(tiling(architecture, mode, linears, norm=parts.get("norm", False), gated=parts.get("gated", False)))
-    config = configs(tile, LIMIT)[0]
-    epilogue = {"RESIDUAL": int(parts.get("residual", False)), "SCALED": int(parts.get("scaled", False))}
-    return {**tile.of(config).defines(config), "ACTIVATION": ACTIVATIONS.index(activation), **epilogue}
+class Noting:
+    """In the place of a kernel: notes what it is given, byte by byte."""
+
+    def __init__(self, source: str, defines: Mapping[str, int | str], name: str, device_index: int) -> None:
+        self.name, self.defines = name, defines
+
+    def launch(self, grid: object, block: object, shared_bytes: int, stream: object, *arguments: Any, early: bool = False) -> None:
+        memory = [getattr(argument, "at", argument) for argument in arguments]
+        LAUNCHES.append((self, [each.contiguous().view(-1).view(torch.uint8).clone() for each in memory if isinstance(each, Tensor)]))
 
 
-def whole_ffn(up: Architecture, down: Architecture, mode: str, activation: str, *, scaled: bool) -> Defines:
-    tile = made(
-        ffn_tiling(up, down, LIMIT, scaled=scaled) if mode in ("fp16", "bf16") else float_ffn_tiling(up, down, mode, LIMIT, scaled=scaled)
-    )
-    return {**tile.defines(), "MODE": MODE_NUMBERS[mode], "ACTIVATION": ACTIVATIONS.index(activation), "NORM": 1, "RESIDUAL": 1}
+Launches = list[tuple[Noting, list[Tensor]]]
+LAUNCHES: Launches = []
+"""Of the present test; kernels are remembered beyond it."""
 
 
-def stream(size: int) -> Defines:
-    tile = made(stream_tiling(made(dense_tiling(size, size, "fp16", LIMIT)), LIMIT))
-    return tile.defines("gelu", residual=True, moments=True)
+@cache
+def compiled(kernel: Noting) -> Compiled:
+    return compile_cubin(f"{kernel.name}.cu", kernel.defines, arch=kernels.ARCH, name=kernel.name)
 
 
-def dense(outputs: int, mode: str, *, gated: bool = False) -> Defines:
-    return made(dense_tiling(768, outputs, mode, LIMIT, gated=gated)).defines("silu", residual=not gated)
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """The CPU passes for an H200, whose kernels do nothing."""
+    properties, own = SimpleNamespace(shared_memory_per_block_optin=227 * 1024, multi_processor_count=132), Tensor.to
+    monkeypatch.setattr(gpu_blocks, "DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+        monkeypatch.setattr(torch._C, name, lambda *_: None, raising=False)
+    monkeypatch.setattr(Tensor, "to", lambda x, to, *rest, **more: x if getattr(to, "type", "") == "cuda" else own(x, to, *rest, **more))
+    monkeypatch.setattr(kernels, "_load", Noting)
+    monkeypatch.setattr(ways, "_decided", {})
+    monkeypatch.setattr(ways, "_obstacle", lambda *_: None)
+    for module in (layer_norm, row_sums, weight_space):
+        monkeypatch.setattr(module, "kernels_take", lambda x: True)
+    LAUNCHES.clear()
+    with fresh_memory_is_nan(), torch.no_grad():
+        yield LAUNCHES
 
 
-def blocks(place: int, architectures: tuple[Architecture, ...]) -> Defines:
-    """One factor of a feed-forward block of two layers, or of three linears that share x."""
-    tiles = made(wide_tilings(*architectures, LIMIT) if len(architectures) == 2 else group_tilings(*architectures, 3, LIMIT))
-    activation = "gelu" if place == 1 and len(architectures) == 2 else "none"
-    dtype = torch.bfloat16 if place % 2 else torch.float16
-    return tiles[place].defines(dtype, activation, norm=int(place == 0), residual=place == 3, scaled=place == 3)
+Call = tuple[Callable[[], object], Sequence[Tensor]]
+"""A call, and the tensors that it is to read whole."""
+ROWS = 3300
+"""More than those that count as few."""
+HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
 
-def single(pattern: Pattern, mode: str, *, aligned: bool = True) -> Defines:
-    tile = SingleTiling(pattern, mode, candidates(pattern, mode, LIMIT)[0])
-    return tile.defines(tile.x_vector if aligned else tile.element_bytes)
+def operation(x: Tensor, given: Any) -> Call:
+    return lambda: run(x, given), given.tensors
 
 
-WIDE = gonon(3072, 768), gonon(768, 3072)
-Variants = Mapping[str, Callable[[], Defines]]
-KERNELS: dict[str, tuple[int, Variants]] = {
-    # Spills of fp32 by pairs, which lives on 255 registers: its configurations were chosen by time.
-    "fused_linear": (
-        2048,
-        {
-            "three behind a norm": lambda: fused(monarch(384, 384), "fp16", 3, norm=True),
-            "a gate behind a norm": lambda: fused(monarch(1024, 192), "fp16", 1, "silu", norm=True, gated=True),
-            "fp32": lambda: fused(monarch(384, 384), "fp32", 1),
-            "scale and residual": lambda: fused(gonon(192, 768), "fp16", 1, "gelu", residual=True, scaled=True),
-            "low rank": lambda: fused(Architecture.of((1, 24, 16, 1), (1, 16, 40, 1)), "tf32", 1),
-        },
-    ),
-    # Spills at the end, where scaled sums and the rows to be added are held together.
-    "fused_ffn": (
-        128,
-        {
-            "fp16": lambda: whole_ffn(gonon(768, 192), gonon(192, 768), "fp16", "gelu", scaled=True),
-            "bf16": lambda: whole_ffn(monarch(1536, 384), monarch(384, 1536), "bf16", "gelu_tanh", scaled=True),
-        },
-    ),
-    # Spills outside of the loop over pieces of hidden units.
-    "ffn_floats": (
-        96,
-        {
-            "fp32": lambda: whole_ffn(monarch(768, 192), monarch(192, 768), "fp32", "silu", scaled=True),
-            "tf32": lambda: whole_ffn(monarch(1536, 384), monarch(384, 1536), "tf32", "gelu_tanh", scaled=False),
-        },
-    ),
-    # Spills of three classes of outputs at once, and of activations in float32.
-    "block_linear": (
-        96,
-        {f"factor {place} of a block": lambda place=place: blocks(place, WIDE) for place in range(4)}
-        | {"factor 0 of a group": lambda: blocks(0, (gonon(768, 768),))},
-    ),
-    "ffn_middle": (0, {"gelu": lambda: made(wide_middle(*WIDE, LIMIT)).defines(torch.float16, "gelu")}),
-    # Spills of patches of 8x8: their few inputs leave room for the widest tile.
-    "dense_linear": (
-        64,
-        {
-            "fp16": lambda: dense(384, "fp16"),
-            "fp32": lambda: dense(384, "fp32"),
-            "a gate": lambda: dense(4096, "bf16", gated=True),
-            "patches": lambda: made(dense_tiling(192, 384, "fp16", LIMIT)).defines("none", True, Patch(8, 8, 5)),
-        },
-    ),
-    "dense_stream": (0, {"768": lambda: stream(768)}),
-    # Spills for as many registers as let two blocks run at once.
-    "few_rows": (
-        8,
-        {
-            name: lambda norm=norm: few_rows_tilings(384, 1536, norm, LIMIT)[0].defines(torch.float16, "gelu", residual=True)
-            for name, norm in (("norm", True), ("no norm", False))
-        },
-    ),
-    "few_attention": (0, {"64": lambda: {"HEAD": 64, "WARPS": 7, "STEPS": 2, "MODE": 0}}),
-    "some_rows": (
-        0,
-        {
-            mode: lambda mode=mode: some_rows_tiling(394, 384, 1536, mode, 132, LIMIT).defines("gelu", residual=True)
-            for mode in ("fp16", "fp32")
-        },
-    ),
-    "attention": (24, {"fp32": lambda: made(ring_attention(64, 257, 257, "fp32", LIMIT)).defines()}),
-    "short_attention": (0, {"bf16": lambda: made(ring_attention(64, 197, 197, "bf16", LIMIT)).defines()}),
-    "single_factor": (
-        12,
-        {
-            "unaligned bf16": lambda: single(Pattern(1, 192, 48, 2), "bf16", aligned=False),
-            "fp32": lambda: single(Pattern(1, 192, 192, 3), "fp32"),
-            "odd sizes": lambda: single(Pattern(2, 3, 5, 3), "tf32"),
-        },
-    ),
-    "factor_gradients": (
-        0,
-        {
-            "three of halves": lambda: macros(gonon(384, 384), torch.bfloat16, 3),
-            "odd sizes": lambda: macros(Architecture.of((2, 6, 4, 3), (3, 8, 5, 1)), torch.float32, 1),
-        },
-    ),
-    "multiply_out": (0, {"three of halves": lambda: macros(gonon(384, 384), torch.bfloat16, 3)}),
-    "norm_gradient": (0, {f"mode {mode}": lambda mode=mode: {"COLUMNS": 1024, "MODE": mode} for mode in range(3)}),
-    "row_sums": (
-        0,
-        {
-            name: lambda name=name: {"COLUMNS": 1536, "MODE": 1, "ACTIVATION": ACTIVATIONS.index(name)}
-            for name in ("none", "gelu", "gelu_tanh", "silu")
-        },
-    ),
-    "gather": (0, {"nine": lambda: {"SLOTS": 9, "SOURCE": 0, "TARGET": 1}}),
-    "transpose": (0, {"odd": lambda: Transposition(2, 19, 3).defines(torch.bfloat16, aligned=False)}),
-    "gated": (0, {"silu": lambda: {"COLUMNS": 2048, "MODE": 2, "ACTIVATION": ACTIVATIONS.index("silu")}}),
-    "layer_norm": (0, {"moments": lambda: {"COLUMNS": 4096, "MODE": 2, "MOMENTS": 1}}),
+def projections(architecture: Architecture, dtype: torch.dtype, rows: int = ROWS) -> Call:
+    features = architecture.in_features
+    return operation(normal(rows, features, dtype=dtype), NormLinears(affine(features, dtype), [layer(architecture, dtype)] * 3))
+
+
+def added(linear: Linear, dtype: torch.dtype, rows: int = ROWS) -> Call:
+    inputs, outputs = linear.sizes
+    residual, scale = normal(rows, outputs, dtype=dtype), normal(outputs, dtype=dtype)
+    return operation(normal(rows, inputs, dtype=dtype), LinearResidual(linear, residual, scale))
+
+
+def block(up: Any, down: Linear, dtype: torch.dtype, activation: str) -> Call:
+    features = down.sizes[1]
+    given = FeedForward(affine(features, dtype), up, down, activation, normal(features, dtype=dtype))
+    return operation(normal(ROWS, features, dtype=dtype), given)
+
+
+def joined(dtype: torch.dtype) -> Call:
+    up, down = Architecture.of((1, 256, 128, 3), (2, 192, 64, 1)), Architecture.of((1, 64, 128, 2), (2, 128, 384, 1))
+    x, layers = normal(192 * 132, 128, dtype=dtype), (layer(up, dtype), layer(down, dtype))  # rows that fill all multiprocessors
+    return lambda: run_wide_ffn(x, None, *layers, "gelu", None, residual=True), (*layers[0].tensors, *layers[1].tensors)
+
+
+def factors(make: Callable[[int, int], Architecture], width: int, dtype: torch.dtype) -> tuple[FusedFactors, FusedFactors]:
+    return layer(make(4 * width, width), dtype), layer(make(width, 4 * width), dtype)
+
+
+def attention(batch: int, tokens: int, dtype: torch.dtype) -> Call:
+    q, k, v = (normal(batch, 3, tokens, 64, dtype=dtype) for _ in range(3))
+    return operation(q, Attention(k, v))
+
+
+def product(mode: str, dtype: torch.dtype, *patterns: tuple[int, int, int, int], cut: int = 0) -> Call:
+    """``cut``: elements that x lies off every vector alignment."""
+    linear = layer(Architecture.of(*patterns), dtype)
+    x = normal(ROWS, linear.sizes[0] + cut, dtype=dtype)[:, cut:]
+    return lambda: run_product(x, linear.factors, linear.tensors[-1:], 1, mode), linear.tensors
+
+
+def patches(dtype: torch.dtype) -> Call:
+    given = PatchEmbedding(normal(384, 3, 8, 8, dtype=dtype), None, normal(1, 17, 384, dtype=dtype), [normal(1, 1, 384, dtype=dtype)])
+    return operation(normal(2, 3, 32, 32, dtype=dtype), given)
+
+
+def gate_and_value(dtype: torch.dtype) -> Call:
+    both = normal(ROWS, 4096, dtype=dtype)
+    return lambda: run_gated(both[:, :2048], both[:, 2048:], "silu"), (both,)
+
+
+def gradients(dtype: torch.dtype, *patterns: tuple[int, int, int, int], linears: int) -> Call:
+    architecture = Architecture.of(*patterns)
+    parts = tuple(factor for _ in range(linears) for factor in layer(architecture, dtype).factors)
+    x, dy = normal(64, architecture.in_features, dtype=dtype), normal(64, linears * architecture.out_features, dtype=dtype)
+
+    def call() -> None:
+        all_gradients(dy, x, parts, linears, "fp32" if dtype == FLOAT else "bf16", False, True)
+        weight_space.multiplied_out(parts, linears)
+
+    return call, (*parts, dy)
+
+
+def of_norms_and_activations(dtype: torch.dtype) -> Call:
+    x, g, weight = normal(64, 1024, dtype=dtype), normal(64, 1024, dtype=dtype), normal(1024, dtype=FLOAT)
+
+    def call() -> None:
+        layer_norm.norm_gradient(x, g, weight, 1e-6, g)
+        for activation in ("gelu", "gelu_tanh", "silu"):
+            row_sums.activation_gradient(x, g, activation)
+
+    return call, (x, g, weight)
+
+
+CALLS: dict[str, Callable[[], Call]] = {
+    "three behind a norm": lambda: projections(monarch(384, 384), HALF),
+    "wide ones behind a norm": lambda: projections(gonon(768, 768), HALF),
+    "few rows behind a norm": lambda: projections(gonon(384, 384), HALF, 197),
+    "few rows": lambda: added(dense(384, 1536, BFLOAT), BFLOAT, 65),
+    **{f"some rows of {dtype}": lambda dtype=dtype: added(dense(384, 1536, dtype), dtype, 394) for dtype in (HALF, FLOAT)},
+    "factors with scale and residual": lambda: added(layer(gonon(192, 768), HALF), HALF),
+    **{f"{dtype} with scale and residual": lambda dtype=dtype: added(dense(384, 384, dtype), dtype) for dtype in (HALF, FLOAT)},
+    "streamed weights": lambda: added(dense(768, 768, HALF), HALF, 6400),
+    "a gate behind a norm": lambda: block(Gated((layer(monarch(1024, 192), HALF),)), layer(monarch(192, 512), HALF), HALF, "silu"),
+    "a dense gate": lambda: block(Gated((dense(384, 2048, BFLOAT),)), layer(monarch(384, 1024), BFLOAT), BFLOAT, "silu"),
+    "a gate and a value": lambda: gate_and_value(BFLOAT),
+    "a block": lambda: block(*factors(gonon, 192, HALF), HALF, "gelu"),
+    "a block of bfloat16": lambda: block(*factors(monarch, 384, BFLOAT), BFLOAT, "gelu_tanh"),
+    "a block of float32": lambda: block(*factors(monarch, 192, FLOAT), FLOAT, "silu"),
+    "a block of TF32": lambda: block(*factors(monarch, 384, FLOAT), FLOAT, "gelu_tanh"),
+    "a wide block": lambda: block(*factors(gonon, 768, HALF), HALF, "gelu"),
+    "two factors around an activation": lambda: joined(HALF),
+    "heads of float32": lambda: attention(2, 257, FLOAT),
+    "short heads": lambda: attention(20, 197, BFLOAT),
+    "few heads": lambda: attention(1, 197, HALF),
+    "patches": lambda: patches(HALF),
+    "two factors in float32": lambda: product("fp32", FLOAT, (1, 96, 96, 4), (4, 96, 96, 1)),
+    "two factors of three classes": lambda: product("fp32", FLOAT, (1, 32, 32, 3), (6, 16, 24, 1)),
+    "low rank in TF32": lambda: product("tf32", FLOAT, (1, 24, 16, 1), (1, 16, 40, 1)),
+    "one factor, not aligned": lambda: product("bf16", BFLOAT, (1, 192, 48, 2), cut=1),
+    "one factor in float32": lambda: product("fp32", FLOAT, (1, 192, 192, 3)),
+    "one factor of odd sizes": lambda: product("tf32", FLOAT, (2, 3, 5, 3)),
+    "one factor of large blocks": lambda: product("fp16", HALF, (1, 512, 512, 2)),
+    "gradients of three": lambda: gradients(BFLOAT, (1, 192, 48, 2), (2, 48, 192, 1), linears=3),
+    "gradients of odd sizes": lambda: gradients(FLOAT, (2, 6, 4, 3), (3, 8, 5, 1), linears=1),
+    **{f"gradients of norms of {dtype}": lambda dtype=dtype: of_norms_and_activations(dtype) for dtype in (HALF, BFLOAT, FLOAT)},
 }
 
 
-def test_every_source_is_here() -> None:
-    assert set(KERNELS) == {path.stem for path in kernel_path().glob("*.cu")}
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_launched_compiles(launches: Launches, name: str) -> None:
+    with rounding_as("tf32" if "TF32" in name else "fp32"):
+        CALLS[name]()[0]()
+    for kernel in {kernel for kernel, _ in launches}:
+        assert compiled(kernel).spill_bytes <= SPILLED_BYTES.get(kernel.name, 0), f"{kernel.name}, {kernel.defines}"
+        assert compiled(kernel).serialized == ()
 
 
-@pytest.mark.parametrize(("kernel", "variant"), [(kernel, variant) for kernel, (_, variants) in KERNELS.items() for variant in variants])
-def test_compiles(kernel: str, variant: str) -> None:
-    spill_bytes, variants = KERNELS[kernel]
-    compiled = compile_cubin(f"{kernel}.cu", variants[variant](), arch=ARCH, name=kernel)
-    assert compiled.spill_bytes <= spill_bytes
-    assert compiled.serialized == ()
+def test_every_kernel_is_launched(launches: Launches) -> None:
+    for make in CALLS.values():
+        make()[0]()
+    assert {kernel.name for kernel, _ in launches} == {path.stem for path in kernel_path().glob("*.cu")}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_weight_comes_to_a_launch(launches: Launches, name: str) -> None:
+    """A weight whose sign is changed, one out of the middle or the last, changes what a kernel is given."""
+    call, tensors = CALLS[name]()
+    call()
+    before = [memory for _, given in launches for memory in given]
+    for tensor in tensors:
+        for place in (int(torch.randint(tensor.numel(), (), generator=torch.Generator().manual_seed(tensor.numel()))), -1):
+            weight = tensor.view(-1)[place]
+            weight.neg_()
+            launches.clear()
+            call()
+            after = [memory for _, given in launches for memory in given]
+            assert not all(map(torch.equal, after, before)), f"element {place} of {tuple(tensor.shape)}"
+            weight.neg_()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import ClassVar
 
 import pytest
@@ -31,7 +30,7 @@ from tests.support.problems import (
     make_input,
     make_vector,
 )
-from tests.support.rounding import rounding_as
+from tests.support.rounding import fresh_memory_is_nan, rounding_as
 from tests.support.tolerance import (
     BF16,
     FP16,
@@ -48,17 +47,6 @@ from tests.support.tolerance import (
 
 VIT_SQUARE, *_ = ARCHITECTURES
 ODD = Architecture.of((2, 3, 4, 3), (1, 8, 5, 3))
-
-
-@contextmanager
-def fresh_memory_is_nan() -> Iterator[None]:
-    """Let PyTorch fill what ``torch.empty`` gives with NaN, so that an element that nobody writes shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 class BackendContract:
