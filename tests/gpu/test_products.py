@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
 
 from flysurgery.factors import factors_to_dense
 from flysurgery.gpu.dense import run_dense, run_dense_moments, streamed_for
@@ -15,12 +16,12 @@ from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.few_rows import run_few_rows
 from flysurgery.gpu.fused import FusedLinear
 from flysurgery.gpu.fused_configs import every_config
+from flysurgery.gpu.some_rows import run_some_rows
 from flysurgery.gpu.tiling import FusedConfig, Tiling, tiling
-from flysurgery.ops import BACKENDS, Dense, FeedForward, FusedFactors, LinearResidual, Norm, NormLinears, ks_linear, run, way
+from flysurgery.ops import BACKENDS, Dense, FeedForward, FusedFactors, LinearResidual, Norm, NormLinears, ks_linear, run
 from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
-from tests.gpu.dense_kernels import KERNELS, SQUARE, DenseKernel
-from tests.gpu.gpu_blocks import check_replay, comparable, normal, wide
+from tests.gpu.gpu_blocks import check_replay, comparable, normal
 from tests.support.levels import check_bound, check_identity, check_integers, check_layer
 from tests.support.oracle import ACTIVATIONS, product
 from tests.support.problems import INPUTS, LARGE_ROWS, make_factor, make_factors, make_input, make_integers, make_vector
@@ -33,10 +34,74 @@ from tests.support.tolerance import (
     assert_equal,
 )
 
+pytestmark = pytest.mark.gpu
+
+SQUARE = Pattern(1, 384, 384, 1)
+FEW_ROWS = 256
+"""As many as the kernel for few rows takes at a time, of every layer here."""
+
+
+@dataclass(frozen=True)
+class DenseKernel:
+    """A kernel in one mode.
+
+    Attributes:
+        kind: the kernel for ``"any rows"``, ``"few rows"`` or ``"some rows"``.
+        patterns: layers to try it on, each the factor (1, outputs, inputs, 1).
+        rows: numbers of rows that differ in how they are divided among blocks.
+    """
+
+    kind: str
+    mode: str
+    patterns: tuple[Pattern, ...]
+    rows: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.mode}"
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return ARITHMETICS[self.mode]
+
+    def linears(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor | Sequence[Tensor]],
+        biases: Sequence[Tensor | None],
+        activation: str = "none",
+        residual: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """What ``run_some_rows`` says; the kernel for any number of rows takes one dense layer, that for few rows few at a time."""
+        group = [Dense(w, b) if isinstance(w, Tensor) else FusedFactors(tuple(w), b) for w, b in zip(weights, biases, strict=True)]
+        if self.kind == "some rows":
+            return run_some_rows(x, group, activation, residual, scale, self.mode)
+        if self.kind == "few rows":
+            parts = x.split(FEW_ROWS)
+            added = [None] * len(parts) if residual is None else residual.split(FEW_ROWS)
+            pairs = zip(parts, added, strict=True)
+            return torch.cat([run_few_rows(part, None, group, activation, each, scale) for part, each in pairs])
+        (linear,) = group
+        assert isinstance(linear, Dense)
+        return run_dense(x, linear, activation, residual, scale, self.mode)
+
+    def linear(self, x: Tensor, factor: Tensor, bias: Tensor | None = None, *epilogue: Any, **more: Any) -> Tensor:
+        """One dense layer, given as the factor (1, out_features, in_features, 1)."""
+        return self.linears(x, [factor[0, :, :, 0]], [bias], *epilogue, **more)
+
+    def run(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """By one factor as a dense weight, by several as factors."""
+        return self.linear(x, factors[0], bias) if len(factors) == 1 else self.linears(x, [factors], [bias])
+
+
+SIZES = (SQUARE, Pattern(1, 1536, 384, 1), Pattern(1, 384, 1536, 1))
+# any number of rows: once round the multiprocessors, and often, with one row in the last tile
+KERNELS = [DenseKernel("any rows", mode, (SQUARE, Pattern(1, 96, 768, 1)), (197, 25217)) for mode in ARITHMETICS]
+KERNELS += [DenseKernel("few rows", mode, (*SIZES, Pattern(1, 96, 192, 1)), (65, 197)) for mode in ("fp16", "bf16")]
+# some rows: of these sizes some are divided among blocks that share the inputs, and some are not
+KERNELS += [DenseKernel("some rows", mode, (*SIZES, Pattern(1, 96, 1536, 1)), (197, 1009)) for mode in ARITHMETICS]
 OF_SEVERAL = [kernel for kernel in KERNELS if kernel.kind != "any rows"]
 """Those that take several linears, and factors, which they multiply out; they begin while the one before still runs."""
-
-pytestmark = pytest.mark.gpu
 
 every = pytest.mark.parametrize("kernel", KERNELS, ids=str, indirect=True)
 of_several = pytest.mark.parametrize("kernel", OF_SEVERAL, ids=str, indirect=True)
@@ -198,31 +263,7 @@ def test_a_chain_of_kernels_that_begin_early_sees_each_result(kernel: DenseKerne
 
 
 HALVES = [arithmetic for arithmetic in ARITHMETICS.values() if arithmetic.dtype.itemsize == 2]
-UP, DOWN = Pattern(1, 1536, 384, 1), Pattern(1, 384, 1536, 1)
 in_halves = pytest.mark.parametrize("halves", HALVES, ids=lambda arithmetic: arithmetic.name)
-
-
-@in_halves
-@pytest.mark.parametrize(("pattern", "mean", "deviation"), [(SQUARE, 0.5, 2e-3), (UP, 50.0, 1.0), (Pattern(1, 768, 768, 1), 0.0, 1.0)])
-def test_few_rows_behind_a_norm(halves: Arithmetic, pattern: Pattern, mean: float, deviation: float) -> None:
-    x = (torch.randn(197, pattern.c, generator=torch.Generator("cuda").manual_seed(1), device="cuda") * deviation + mean).to(halves.dtype)
-    weight, bias = make_vector(pattern.c, halves, device="cuda"), make_vector(pattern.c, halves, device="cuda")
-    factor = make_factor(pattern, halves, device="cuda")
-    out = run_few_rows(x, Norm(weight, bias, 1e-6), [Dense(factor[0, :, :, 0])], "none", None, None)
-    truth = product(layer_norm(x.double(), (pattern.c,), weight.double(), bias.double(), 1e-6), [factor])
-    assert_epilogue_comparable(out, plainly(layer_norm(x, (pattern.c,), weight, bias, 1e-6), [factor], None), truth, halves)
-
-
-def test_a_feed_forward_block_of_factors_and_some_rows(mode: str) -> None:
-    """Of two images: its norm has a launch of its own, and so has each layer."""
-    arithmetic = ARITHMETICS[mode]
-    x, norm = make_input(394, 384, arithmetic, device="cuda"), Norm(torch.ones(384, device="cuda"), None, 1e-6)
-    up, down = (FusedFactors(tuple(make_factors(gonon(*sizes), arithmetic, device="cuda"))) for sizes in ((1536, 384), (384, 1536)))
-    found = way(x, FeedForward(norm, up, down))
-    assert not isinstance(found, str) and found.launches() == ("norm", "up and activation", "down and residual")
-    truth = FeedForward(Norm(None, None, 1e-6), wide(up), wide(down)).plainly(x.double())
-    yardstick = FeedForward(Norm(None, None, 1e-6), up, down).plainly(x)
-    assert_epilogue_comparable(run(x, FeedForward(norm, up, down)), yardstick, truth, arithmetic)
 
 
 STREAMED = [(768, 768, "gelu", False), (768, 1152, "none", True), (1024, 1024, "silu", True)]
