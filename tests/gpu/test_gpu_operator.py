@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import BackendError
-from flysurgery.factors import ks_einsum
 from flysurgery.gpu.weight_cache import forget_derived
 from flysurgery.ops import Problem, explain, ks_linear
 from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.patterns import Architecture, gonon, monarch
 from tests.gpu.gpu_blocks import check_replay
 from tests.gpu.gpu_layer import DEEP, SQUARE, Layer, check, check_product, rows_of
+from tests.gpu.test_autograd import reference
 from tests.support.oracle import product
 from tests.support.problems import make_factors, make_vector
 from tests.support.tolerance import BF16, FP16, FP32_BY_FP16_PAIRS, Arithmetic, assert_comparable, assert_equal
@@ -149,53 +150,37 @@ def draw(shape: tuple[int, ...], share: float, seed: int) -> Tensor:
     return signs * (torch.rand(shape, generator=generator, device="cuda") < share)
 
 
-def tensors(
-    architecture: Architecture, linears: int, rows: int, dtype: torch.dtype
-) -> tuple[Tensor, list[list[Tensor]], list[Tensor], Tensor]:
-    x = draw((rows, architecture.in_features), 0.5, 0).to(dtype)
-    factors = [[draw(p.factor_shape, 0.2, 10 * n + k + 1).to(dtype) for k, p in enumerate(architecture)] for n in range(linears)]
-    biases = [draw((architecture.out_features,), 0.5, 100 + n).to(dtype) for n in range(linears)]
-    return x, factors, biases, draw((rows, linears * architecture.out_features), 0.25, 200).to(dtype)
-
-
-def gradients(x: Tensor, factors: list[list[Tensor]], biases: list[Tensor], dy: Tensor, dtype: torch.dtype, *, ours: bool) -> list[Tensor]:
-    x, *others = [tensor.to(dtype).requires_grad_() for tensor in (x, *(f for linear in factors for f in linear), *biases)]
-    length = len(factors[0])
-    groups = [others[start : start + length] for start in range(0, length * len(factors), length)]
-    if ours:
-        out = ks_linear_group(x, groups, others[length * len(factors) :], backend="cuda")
-    else:
-        parts = []
-        for linear, bias in zip(groups, others[length * len(factors) :], strict=True):
-            value = x
-            for factor in reversed(linear):
-                value = ks_einsum(value, factor)
-            parts.append(value + bias)
-        out = torch.cat(parts, dim=1)
-    return list(torch.autograd.grad(out, (x, *others), dy.to(out.dtype)))
+def gradients(found: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(found, leaves, dy.to(found.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(("architecture", "linears"), GROUPS)
 def test_gradients_are_exact(architecture: Architecture, linears: int, dtype: torch.dtype) -> None:
+    shapes = [pattern.factor_shape for _ in range(linears) for pattern in architecture]
     for rows in (1, 517):
-        x, factors, biases, dy = tensors(architecture, linears, rows, dtype)
-        found = gradients(x, factors, biases, dy, dtype, ours=True)
-        expected = gradients(x, factors, biases, dy, torch.float64, ours=False)
-        assert max(float(tensor.abs().max()) for tensor in expected) <= 2048, "beyond it, halves do not hold all whole numbers"
-        for left, right in zip(found, expected, strict=True):
+        x, dy = draw((rows, architecture.in_features), 0.5, 0), draw((rows, linears * architecture.out_features), 0.25, 200)
+        drawn = [x, *(draw(shape, 0.2, seed) for seed, shape in enumerate(shapes, 1))]
+        drawn += [draw((architecture.out_features,), 0.5, 100 + n) for n in range(linears)]
+        ours, exact = ([each.to(kind).requires_grad_() for each in drawn] for kind in (dtype, torch.float64))
+        groups = [ours[1 + n : 1 + n + len(architecture)] for n in range(0, len(shapes), len(architecture))]
+        found = gradients(ks_linear_group(ours[0], groups, ours[1 + len(shapes) :], backend="cuda"), ours, dy)
+        truth = reference(exact[0], exact[1 : 1 + len(shapes)], exact[1 + len(shapes) :], linears)
+        for left, right in zip(found, gradients(truth, exact, dy), strict=True):
+            assert float(right.abs().max()) <= 2048, "beyond it, halves do not hold all whole numbers"
             assert left.dtype == dtype
-            assert_equal(left.double(), right)
+            assert_equal(left, right)
 
 
 def test_two_runs_give_equal_bits() -> None:
-    architecture = gonon(384, 384)
-    x, dy = torch.randn(4096, 384, device="cuda").half(), torch.randn(4096, 3 * 384, device="cuda").half()
-    factors = [[torch.randn(p.factor_shape, device="cuda").half() for p in architecture] for _ in range(3)]
-    biases = [torch.randn(384, device="cuda").half() for _ in range(3)]
-    first, second = (gradients(x, factors, biases, dy, torch.float16, ours=True) for _ in range(2))
-    for left, right in zip(first, second, strict=True):
-        assert_equal(left, right)
+    layers, x, dy = [Layer() for _ in range(3)], rows_of(4096).requires_grad_(), torch.randn(4096, 3 * 384, device="cuda")
+    leaves = [x, *(parameter for layer in layers for parameter in layer.parameters())]
+
+    def once() -> tuple[Tensor, ...]:
+        out = ks_linear_group(x, [tuple(layer.factors) for layer in layers], [layer.bias for layer in layers], backend="cuda")
+        return gradients(out, leaves, dy)
+
+    assert all(map(torch.equal, once(), once()))
 
 
 @torch.no_grad()

@@ -13,12 +13,9 @@ from flysurgery.gpu.single_by_bmm import BatchedConfig, BatchedFactor, Transposi
 from flysurgery.ops import ks_linear
 from flysurgery.patterns import Architecture, Pattern
 from tests.gpu.gpu_layer import Layer, check_product
-from tests.support.problems import make_factor, make_input, make_vector
+from tests.support.problems import make_input
 from tests.support.tolerance import BF16, FP16, Arithmetic, assert_bounded, assert_equal, assert_factor_gradient_bounded
 
-HOPPER = 227 * 1024
-LARGE = Pattern(1, 1024, 1024, 4)
-SMALL = Pattern(1, 192, 48, 2)
 PATTERNS = [Pattern(2, 24, 32, 4), Pattern(1, 16, 40, 1), Pattern(3, 16, 40, 1), Pattern(1, 20, 24, 3)]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32}
 
@@ -64,40 +61,25 @@ def long_sums() -> Iterator[None]:
     settings.allow_fp16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction = before
 
 
-GPU_PATTERNS = [LARGE, Pattern(2, 384, 512, 3)]
-
-
 @pytest.mark.gpu
-@pytest.mark.usefixtures("long_sums")
-@pytest.mark.parametrize("mode", [FP16, BF16], ids=str)
-@pytest.mark.parametrize("pattern", GPU_PATTERNS, ids=str)
-def test_products_on_the_gpu(pattern: Pattern, mode: Arithmetic) -> None:
-    kernel = BatchedFactor(pattern, {torch.float16: "fp16", torch.bfloat16: "bf16"}[mode.dtype], BatchedConfig(16))
-    factor, bias = make_factor(pattern, mode, device="cuda"), make_vector(pattern.out_features, mode, device="cuda")
-    for rows in (1, 129, 3000):
-        x = make_input(rows, pattern.in_features, mode, device="cuda")
-        assert_bounded(kernel.run(x, kernel.pack(factor)), x, [factor], None, mode)
-        assert_bounded(kernel.run(x, kernel.pack(factor), bias), x, [factor], bias, mode, bias_apart=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("long_sums")
-def test_layers_of_large_blocks_train_compile_and_replay() -> None:
-    pattern = Pattern(2, 512, 512, 2)
+@pytest.mark.usefixtures("long_sums", "fresh_compiler")
+@pytest.mark.parametrize(("pattern", "mode"), [(Pattern(2, 512, 512, 2), FP16), (Pattern(2, 384, 512, 3), BF16)], ids=str)
+def test_layers_of_large_blocks_train_compile_and_replay(pattern: Pattern, mode: Arithmetic) -> None:
     assert batched_pays(pattern, "fp16", 3000)
-    layer, x = Layer(Architecture((pattern,))), make_input(3000, pattern.in_features, FP16, device="cuda").requires_grad_()
-    factors, dy = [factor.detach() for factor in layer.factors], make_input(3000, pattern.out_features, FP16, device="cuda")
+    layer = Layer(Architecture((pattern,)), mode)
+    x = make_input(3000, pattern.in_features, mode, device="cuda").requires_grad_()
+    factors, dy = [factor.detach() for factor in layer.factors], make_input(3000, pattern.out_features, mode, device="cuda")
 
     def check(out: Tensor) -> None:
-        assert_bounded(out.detach(), x.detach(), factors, layer.bias.detach(), FP16, bias_apart=True)
+        assert_bounded(out.detach(), x.detach(), factors, layer.bias.detach(), mode, bias_apart=True)
 
     calls: tuple[Callable[[Tensor], Tensor], ...] = (layer, torch.compile(layer, fullgraph=True, dynamic=True))
     for call in calls:
         out = call(x)
         check(out)
         dx, gradient = torch.autograd.grad(out, (x, layer.factors[0]), dy)
-        assert_factor_gradient_bounded(gradient, 0, x.detach(), factors, dy, FP16)
-        assert_bounded(dx, dy, [factors[0].transpose(1, 2)], None, FP16)
+        assert_factor_gradient_bounded(gradient, 0, x.detach(), factors, dy, mode)
+        assert_bounded(dx, dy, [factors[0].transpose(1, 2)], None, mode)
         assert call(x[:0]).shape == (0, pattern.out_features)
         check_product(call(x[:1]), x[:1].detach(), factors, layer.bias)
     with torch.no_grad():
