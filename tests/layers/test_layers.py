@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -69,31 +68,14 @@ def test_it_says_what_it_is_and_names_parameters_as_checkpoints_hold_them() -> N
     assert not any(hasattr(layer, name) for name in ("fuse", "reparameterize", "switch_to_deploy")), "a parent would use them in its place"
 
 
-def halve(layer: ButterflyLinear) -> None:
-    layer.half().double()
-
-
-def write_flat_buffer(layer: ButterflyLinear) -> None:
-    own = [*layer.parameters()]
-    flat = torch.cat([each.detach().flatten() for each in own])
-    for each, part in zip(own, flat.split([each.numel() for each in own]), strict=True):
-        each.data = part.view_as(each)
-    layer(torch.ones(600, 384, dtype=torch.float64))
-    flat.mul_(2)
-
-
-def write_by_numpy(layer: ButterflyLinear) -> None:
-    for parameter in layer.parameters():
-        array = parameter.detach().numpy()
-        array *= 2
-
-
-@pytest.mark.parametrize("write", [halve, write_flat_buffer, write_by_numpy])
-def test_on_the_cpu_no_write_is_missed(write: Callable[[ButterflyLinear], None]) -> None:
+def test_on_the_cpu_no_write_is_missed() -> None:
+    """Not even one by NumPy, of which nothing tells PyTorch."""
     layer = ButterflyLinear(SQUARE, dtype=torch.float64).requires_grad_(False)
     x = torch.ones(600, 384, dtype=torch.float64)  # as many rows as take chunks
     before = layer(x)
-    write(layer)
+    for parameter in layer.parameters():
+        array = parameter.detach().numpy()
+        array *= 2
     check(layer, FP64, 600)
     assert not torch.equal(layer(x), before)
 
@@ -141,13 +123,7 @@ def test_copies_pickles_and_states_are_independent() -> None:
             assert_equal(twin(x), before)
 
 
-def test_what_cannot_be_multiplied_is_one_sentence() -> None:
-    with pytest.raises(RuntimeError, match="same dtype"):
-        nn.Linear(8, 16)(torch.ones(3, 8).half())
-    with pytest.raises(RuntimeError, match=r"same dtype and device, but got torch\.float16 on cpu and torch\.float32 on cpu"):
-        ButterflyLinear(SMALL)(torch.ones(3, 8).half())
-    with pytest.raises(PatternError, match="take rows of 8 features"):
-        ButterflyLinear(SMALL)(torch.ones(3, 9))
+def test_backends_that_cannot_multiply_are_refused() -> None:
     with pytest.raises(BackendError, match="there is no backend 'fast'"):
         ButterflyLinear(SMALL, backend="fast")(torch.ones(3, 8))
     with pytest.raises(BackendError, match="'chunked' cannot run this: it gives no gradients"):
