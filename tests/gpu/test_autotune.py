@@ -17,7 +17,7 @@ from flysurgery.gpu.autotune import autotune
 from flysurgery.gpu.fused import fused_kernel
 from flysurgery.gpu.product import run_product
 from flysurgery.gpu.table import TunedCase, user_table
-from tests.gpu.emulation import EmulatedProduct
+from tests.gpu.conftest import EmulatedProduct
 from tests.gpu.gpu_layer import DEEP, SQUARE, Layer, check, rows_of
 from tests.gpu.test_autograd import eager, operands
 from tests.support.tolerance import FP32_BY_FP16_PAIRS

@@ -18,7 +18,7 @@ from flysurgery.gpu.gradients import EagerLinear
 from flysurgery.gpu.product import run_product
 from flysurgery.gpu.weight_cache import derived, forget_derived, taking
 from flysurgery.patterns import Architecture
-from tests.gpu.emulation import EmulatedProduct
+from tests.gpu.conftest import EmulatedProduct
 from tests.support.problems import make_factors, make_input, make_vector
 from tests.support.tolerance import FP64, OF_DTYPE, assert_bounded, assert_equal
 
