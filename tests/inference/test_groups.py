@@ -12,7 +12,6 @@ import torch
 from timm.layers.mlp import GluMlp, SwiGLU
 from torch import Tensor, nn
 from torch.nn import functional
-from vit_pytorch.simple_vit import SimpleViT
 
 import flysurgery
 from flysurgery.inference.find_groups import find_groups
@@ -154,31 +153,6 @@ def test_what_does_more_is_left_with_the_reason(called: list[str], step: Callabl
     assert "linear_residual" not in called
 
 
-def gpu_parts(convert: bool) -> list[nn.Module]:
-    """A block, its halves, and the row of halves that a Transformer of vit-pytorch is."""
-    models: list[Any] = [
-        timm.create_model("vit_small_patch16_224", depth=1, init_values=0.1),
-        SimpleViT(image_size=224, patch_size=16, num_classes=8, dim=384, depth=2, heads=6, mlp_dim=1536),
-    ]
-    for model in models:
-        if convert:
-            flysurgery.convert(model, "gonon", roles=("ffn", "qkv"))
-        ready(model, convert=False)
-    block = models[0].blocks[0]
-    return [block, Residual(block.norm1, block.attn), Residual(block.norm2, block.mlp), models[1].transformer]
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("faster")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("convert", [False, True])
-def test_on_a_gpu_parts_keep_their_outputs(convert: bool, dtype: torch.dtype) -> None:
-    x = torch.randn((16, 197, 384), generator=torch.Generator().manual_seed(2)).cuda().to(dtype)
-    for part in gpu_parts(convert):
-        part.eval().cuda().to(dtype)
-        assert {"attn_out", "ffn"} & {row.group for row in keeps_outputs(part, x).fused}
-
-
 HIDDEN = 2 * WIDTH
 
 
@@ -260,15 +234,32 @@ def test_what_is_something_else_is_left_with_the_reason(called: list[str], hidde
     assert not flysurgery.optimize(model, x).fused
 
 
+GPU_SIZES: dict[str, Any] = {"img_size": 48, "patch_size": 16, "embed_dim": 192, "num_heads": 3, "num_classes": 64}
+GPU_MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("vit_tiny_patch16_224", {"init_values": 0.1}),
+    ("vit_tiny_patch16_224", {"class_token": False, "global_pool": "avg", "embed_dim": 384, "num_heads": 6}),
+    ("vit_small_patch14_reg4_dinov2", {}),
+    ("eva02_tiny_patch14_224", {}),
+    ("eva02_base_patch14_224", {}),
+    ("vit_giant_patch14_dinov2", {}),
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("faster")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("convert", [False, True])
-@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "eva02_base_patch14_224", "vit_giant_patch14_dinov2"])
-def test_on_a_gpu_whole_models_keep_their_outputs(name: str, convert: bool, dtype: torch.dtype) -> None:
-    model = small(name, convert=convert, embed_dim=192, num_heads=3, num_classes=64).cuda().to(dtype)
-    x = torch.randn((64, 3, 32, 32), generator=torch.Generator().manual_seed(2)).cuda().to(dtype)
-    assert sum(row.group == "ffn" for row in keeps_outputs(model, x).fused) == 2
+@pytest.mark.parametrize(("name", "options"), GPU_MODELS)
+def test_on_a_gpu_models_keep_their_outputs(name: str, options: dict[str, Any], convert: bool, dtype: torch.dtype) -> None:
+    model = small(name, convert=convert, **GPU_SIZES | options).cuda().to(dtype)
+    x = torch.randn((65, 3, 48, 48), generator=torch.Generator().manual_seed(2)).cuda().to(dtype)
+    fused = keeps_outputs(model, x).fused
+    assert sum(row.group == "ffn" for row in fused) == 2
+    if "eva" not in name:
+        assert {"patch_embed", "patch_embed.proj"} <= {row.fqn for row in fused}
+        flysurgery.optimize(model, x)
+        with torch.no_grad():
+            assert_equal(flysurgery.capture(model, x)(x), model(x))
 
 
 def test_what_others_use_is_no_group() -> None:
