@@ -86,7 +86,7 @@ def test_errors_on_the_device_are_not_swallowed(clock: Clock) -> None:
         autotune(lambda: run_product(x, factors, biases, 1, "fp32"))
 
 
-def test_without_a_device_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_device_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "device_obstacle", lambda: "no CUDA device is available")
     with pytest.raises(BackendError, match="nothing can be autotuned here: no CUDA device is available"):
         autotune(lambda: None)

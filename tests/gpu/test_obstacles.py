@@ -9,7 +9,6 @@ import pytest
 from flysurgery.errors import BackendError
 from flysurgery.gpu.attention import attention_obstacle
 from flysurgery.gpu.dense_tiling import dense_tiling
-from flysurgery.gpu.factor_by_factor import wide_middle, wide_tilings
 from flysurgery.gpu.few_rows import few_rows_tilings
 from flysurgery.gpu.ffn import ffn_obstacle
 from flysurgery.gpu.product import product_obstacle
@@ -41,12 +40,6 @@ REASONS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: block(monarch(1536, 384), Architecture.of((1, 384, 400, 1), (1, 400, 1536, 1)), mode="fp32"),
         "do not fit in tiles in the rows",
     ),
-    "a wide block of one factor": (
-        lambda: wide_tilings(Architecture.of((1, 1536, 384, 1)), gonon(384, 1536), SHARED),
-        "where both layers have two, these have 1 and 2",
-    ),
-    "a wide block in little memory": (lambda: wide_tilings(*GONON, 1024), "fits in 1024 bytes"),
-    "a middle of other blocks": (lambda: wide_middle(monarch(3072, 768), monarch(768, 3072), SHARED), "blocks of 128"),
     "an odd gate": (lambda: halves_of(31, 1), "halves of one layer's outputs"),
     "two gates": (lambda: halves_of(32, 2), "halves of one layer's outputs"),
     "odd dense sizes": (
