@@ -5,6 +5,7 @@ Most variants are those of a GPU for which nothing was tuned.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from flysurgery.gpu import kernel as kernels
@@ -21,10 +24,24 @@ from flysurgery.gpu.factor_by_factor import run_wide_ffn
 from flysurgery.gpu.gated import run_gated
 from flysurgery.gpu.gradients import all_gradients
 from flysurgery.gpu.product import run_product
-from flysurgery.ops import Attention, FeedForward, FusedFactors, Gated, Linear, LinearResidual, NormLinears, PatchEmbedding, run, ways
+from flysurgery.ops import (
+    Attention,
+    Dense,
+    FeedForward,
+    FusedFactors,
+    Gated,
+    Linear,
+    LinearResidual,
+    Norm,
+    NormLinears,
+    PatchEmbedding,
+    run,
+    ways,
+)
 from flysurgery.patterns import Architecture, gonon, monarch
 from tests.gpu import gpu_blocks
 from tests.gpu.gpu_blocks import affine, dense, layer, normal
+from tests.patterns.strategies import pairs
 from tests.support.rounding import fresh_memory_is_nan, rounding_as
 
 SPILLED_BYTES = {
@@ -71,7 +88,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *_: None, raising=False)
-    monkeypatch.setattr(Tensor, "to", lambda x, to, *rest, **more: x if getattr(to, "type", "") == "cuda" else own(x, to, *rest, **more))
+    monkeypatch.setattr(Tensor, "to", lambda x, *to, **more: x if to and getattr(to[0], "type", "") == "cuda" else own(x, *to, **more))
     monkeypatch.setattr(kernels, "_load", Noting)
     monkeypatch.setattr(ways, "_decided", {})
     monkeypatch.setattr(ways, "_obstacle", lambda *_: None)
@@ -89,25 +106,25 @@ ROWS = 3300
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
 
-def operation(x: Tensor, given: Any) -> Call:
-    return lambda: run(x, given), given.tensors
+def called(x: Tensor, operation: Any) -> Call:
+    return lambda: run(x, operation), operation.tensors
 
 
 def projections(architecture: Architecture, dtype: torch.dtype, rows: int = ROWS) -> Call:
     features = architecture.in_features
-    return operation(normal(rows, features, dtype=dtype), NormLinears(affine(features, dtype), [layer(architecture, dtype)] * 3))
+    return called(normal(rows, features, dtype=dtype), NormLinears(affine(features, dtype), [layer(architecture, dtype)] * 3))
 
 
 def added(linear: Linear, dtype: torch.dtype, rows: int = ROWS) -> Call:
     inputs, outputs = linear.sizes
     residual, scale = normal(rows, outputs, dtype=dtype), normal(outputs, dtype=dtype)
-    return operation(normal(rows, inputs, dtype=dtype), LinearResidual(linear, residual, scale))
+    return called(normal(rows, inputs, dtype=dtype), LinearResidual(linear, residual, scale))
 
 
 def block(up: Any, down: Linear, dtype: torch.dtype, activation: str) -> Call:
     features = down.sizes[1]
     given = FeedForward(affine(features, dtype), up, down, activation, normal(features, dtype=dtype))
-    return operation(normal(ROWS, features, dtype=dtype), given)
+    return called(normal(ROWS, features, dtype=dtype), given)
 
 
 def joined(dtype: torch.dtype) -> Call:
@@ -122,7 +139,7 @@ def factors(make: Callable[[int, int], Architecture], width: int, dtype: torch.d
 
 def attention(batch: int, tokens: int, dtype: torch.dtype) -> Call:
     q, k, v = (normal(batch, 3, tokens, 64, dtype=dtype) for _ in range(3))
-    return operation(q, Attention(k, v))
+    return called(q, Attention(k, v))
 
 
 def product(mode: str, dtype: torch.dtype, *patterns: tuple[int, int, int, int], cut: int = 0) -> Call:
@@ -134,7 +151,7 @@ def product(mode: str, dtype: torch.dtype, *patterns: tuple[int, int, int, int],
 
 def patches(dtype: torch.dtype) -> Call:
     given = PatchEmbedding(normal(384, 3, 8, 8, dtype=dtype), None, normal(1, 17, 384, dtype=dtype), [normal(1, 1, 384, dtype=dtype)])
-    return operation(normal(2, 3, 32, 32, dtype=dtype), given)
+    return called(normal(2, 3, 32, 32, dtype=dtype), given)
 
 
 def gate_and_value(dtype: torch.dtype) -> Call:
@@ -230,3 +247,34 @@ def test_every_weight_comes_to_a_launch(launches: Launches, name: str) -> None:
             after = [memory for _, given in launches for memory in given]
             assert not all(map(torch.equal, after, before)), f"element {place} of {tuple(tensor.shape)}"
             weight.neg_()
+
+
+@st.composite
+def layers(draw: st.DrawFn, dtype: torch.dtype) -> tuple[Linear, Linear]:
+    """Up and down again, each by two factors or dense; of sizes that suit kernels and of others."""
+    unit, (left, right) = draw(st.sampled_from([1, 8, 32])), draw(pairs())
+    up = Architecture.of((left.a, left.b * unit, left.c * unit, left.d), (right.a, right.b * unit, right.c * unit, right.d))
+
+    def linear(architecture: Architecture) -> Linear:
+        if draw(st.booleans()):
+            return Dense(torch.ones(architecture.shape, dtype=dtype), None)
+        return FusedFactors(tuple(torch.ones(pattern.factor_shape, dtype=dtype) for pattern in architecture), None)
+
+    return linear(up), linear(up.transpose)
+
+
+@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([HALF, BFLOAT, FLOAT]).flatmap(layers), st.sampled_from([0, 1, 40, 700, 4000]), st.booleans())
+def test_any_sizes_are_taken_or_refused_in_a_sentence(launches: Launches, layers: tuple[Linear, Linear], rows: int, normed: bool) -> None:
+    launches.clear()
+    up, down = layers
+    (inputs, outputs), norm = up.sizes, Norm(None, None)
+    x, residual = (torch.ones(rows, features, dtype=up.tensors[0].dtype) for features in (inputs, outputs))
+    before = norm if normed else None
+    of_linears = NormLinears(norm, (up,)), LinearResidual(up, residual)
+    for operation in (*of_linears, FeedForward(before, up, down), FeedForward(before, Gated((up, up)), down, "silu")):
+        found = ways.way(x, operation)
+        if isinstance(found, str):
+            assert re.search("[a-z]+ [a-z]+", found)
+        else:
+            assert found.run().shape == operation.plainly(x).shape

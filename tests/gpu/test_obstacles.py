@@ -6,14 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from flysurgery.errors import BackendError
 from flysurgery.gpu.attention import attention_obstacle
 from flysurgery.gpu.dense_tiling import dense_tiling
-from flysurgery.gpu.few_rows import few_rows_tilings
 from flysurgery.gpu.ffn import ffn_obstacle
 from flysurgery.gpu.product import product_obstacle
 from flysurgery.gpu.single_choice import single_reason
-from flysurgery.gpu.some_rows import most_rows, some_rows_tiling
 from flysurgery.gpu.tiling import tiling
 from flysurgery.patterns import Architecture, Pattern
 from flysurgery.patterns.catalog import gonon, monarch
@@ -58,13 +55,6 @@ def test_the_reason_says_what_is_wrong(case: str) -> None:
     reason, words = REASONS[case]
     found = reason()
     assert isinstance(found, str) and words in found
-
-
-def test_a_size_without_a_tiling_for_some_rows_is_refused() -> None:
-    assert most_rows(384, 100, True, "fp16", 132, SHARED) == 0
-    assert not any(few_rows_tilings(*sizes, False, SHARED) for sizes in ((100, 384), (32 * 97, 384), (384, 100)))
-    with pytest.raises(BackendError, match="no tiling for 384 inputs and 100 outputs"):
-        some_rows_tiling(197, 384, 100, "fp16", 132, SHARED)
 
 
 @pytest.mark.parametrize("mode", ["fp16", "fp32"])
