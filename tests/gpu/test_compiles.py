@@ -5,7 +5,9 @@ Most variants are those of a GPU for which nothing was tuned.
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flysurgery.errors import BackendError
 from flysurgery.gpu import kernel as kernels
 from flysurgery.gpu import layer_norm, row_sums, weight_space
 from flysurgery.gpu.compile import Compiled, compile_cubin, kernel_path
@@ -278,3 +281,21 @@ def test_any_sizes_are_taken_or_refused_in_a_sentence(launches: Launches, layers
             assert re.search("[a-z]+ [a-z]+", found)
         else:
             assert found.run().shape == operation.plainly(x).shape
+
+
+def test_what_no_kernel_takes_is_refused_with_every_reason(launches: Launches) -> None:
+    x, block = normal(3, 12, dtype=FLOAT), FeedForward(affine(12, FLOAT), *factors(monarch, 12, FLOAT))
+    obstacle = ways.reason(x, block)
+    assert obstacle is not None and re.search(r"16 columns at a time.*; .*4 columns of a class at a time, .* c = 3", obstacle)
+    with pytest.raises(BackendError, match=re.escape(obstacle)):
+        run(x, block)
+
+
+def test_what_is_remembered_holds_no_tensors(launches: Launches) -> None:
+    (up, down), scale, x = factors(monarch, 64, HALF), normal(64, dtype=HALF), normal(3, 64, dtype=HALF)
+    references = [weakref.ref(tensor) for tensor in (x, scale, *up.tensors, *down.tensors)]
+    block = FeedForward(affine(64, HALF), Gated((up, up)), down, "gelu", scale, True, Norm(None, None))
+    assert ways.reason(x, block) is None
+    del block, x, up, down, scale
+    gc.collect()
+    assert all(reference() is None for reference in references)
