@@ -209,6 +209,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "patches": lambda: patches(HALF),
     "two factors in float32": lambda: product("fp32", FLOAT, (1, 96, 96, 4), (4, 96, 96, 1)),
     "two factors of three classes": lambda: product("fp32", FLOAT, (1, 32, 32, 3), (6, 16, 24, 1)),
+    "two factors with tiles across classes": lambda: product("tf32", FLOAT, (1, 16, 36, 4), (12, 12, 16, 1)),
     "low rank in TF32": lambda: product("tf32", FLOAT, (1, 24, 16, 1), (1, 16, 40, 1)),
     "one factor, not aligned": lambda: product("bf16", BFLOAT, (1, 192, 48, 2), cut=1),
     "one factor in float32": lambda: product("fp32", FLOAT, (1, 192, 192, 3)),
