@@ -63,7 +63,7 @@ SPILLED_BYTES = {
 class Noting:
     """In the place of a kernel: notes what it is given, byte by byte."""
 
-    def __init__(self, source: str, defines: Mapping[str, int | str], name: str, device_index: int) -> None:
+    def __init__(self, name: str, defines: Mapping[str, int | str], device_index: int) -> None:
         self.name, self.defines = name, defines
 
     def launch(self, grid: object, block: object, shared_bytes: int, stream: object, *arguments: Any, early: bool = False) -> None:
