@@ -19,11 +19,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flysurgery.errors import WalkError
-from flysurgery.inference.graph import Calls, UnfitError, below, is_idle, origin, sole_user, watch
+from flysurgery.inference.graph import Calls, UnfitError, below, read, sole_user, watch
 from flysurgery.inference.match import Held, held_of
 from flysurgery.inference.standin import Condition, StandInMethod, Together
 from flysurgery.surgery import Reason
-from flysurgery.walker import Survey, is_in_place, name_of, run_fake, shape_of, survey
+from flysurgery.walker import Survey, is_in_place, name_of, run_fake, shape_of
 
 METHOD = "_pos_embed"
 """The method that is given the patches."""
@@ -65,7 +65,7 @@ def embedding_of(seen: Survey, calls: Mapping[str, Calls], fqn: str) -> Embeddin
     images = children[child].first_input
     together = Together(module, METHOD, child)
     try:
-        inner = survey(together, torch.empty((_IMAGES, *images.shape[1:]), dtype=images.dtype))
+        inner = read(together, torch.empty((_IMAGES, *images.shape[1:]), dtype=images.dtype))
     except WalkError as error:
         raise UnfitError("walk", str(error)) from error
     convolution, position, prefix = _Reader(inner).read()
@@ -97,7 +97,7 @@ class _Reader:
     def read(self) -> tuple[str, Held | None, tuple[Held, ...]]:
         """The convolution, the position and the tokens before the patches."""
         output = next(node for node in self.seen.trace.graph.nodes if node.op == "output")
-        value, position, prefix = origin(output.all_input_nodes[0]), None, list[Held]()
+        value, position, prefix = output.all_input_nodes[0], None, list[Held]()
         while True:
             added, put = self.added(value), self.put_before(value)
             if added is not None and position is None:
@@ -119,7 +119,7 @@ class _Reader:
         for value, rows in (node.args, node.args[::-1]):
             held = self._held(rows)
             if held is not None and isinstance(value, Node) and _shape(rows) == (1, *_shape(value)[1:]):
-                return origin(value), held
+                return value, held
         return None
 
     def put_before(self, node: Node) -> tuple[Node, list[Held]] | None:
@@ -128,7 +128,7 @@ class _Reader:
             return None
         *before, value = cast(list[Node], node.args[0])
         tokens = [held for each in before if (held := self._repeated(each)) is not None]
-        return (origin(value), tokens) if tokens and len(tokens) == len(before) else None
+        return (value, tokens) if tokens and len(tokens) == len(before) else None
 
     def _repeated(self, node: Node) -> Held | None:
         """The parameter whose rows the node repeats for each image."""
@@ -136,23 +136,23 @@ class _Reader:
         return self._held(rows) if _shape(rows) == (1, *_shape(node)[1:]) else None
 
     def _held(self, node: object) -> Held | None:
-        held = held_of(self.seen, origin(node)) if isinstance(node, Node) else None
+        held = held_of(self.seen, node) if isinstance(node, Node) else None
         return held and replace(held, fqn=_below_together(held.fqn))
 
     def _convolution(self, rows: Node) -> str:
         """The convolution of the images whose results, patch by patch, are the rows."""
         moves, node = list[Node](), rows
-        while (name_of(node) in _MOVES or is_idle(node)) and isinstance(before := node.args[0], Node):
+        while name_of(node) in _MOVES and isinstance(before := node.args[0], Node):
             moves.insert(0, node)
             node = before
         source = node.args[0] if name_of(node) == "conv2d" else None
-        if not isinstance(source, Node) or origin(source) not in self.seen.trace.inputs:
+        if not isinstance(source, Node) or source not in self.seen.trace.inputs:
             raise UnfitError("more", f"its patch embedding also computes {name_of(node) or node.name}")
         shape = torch.Size(_shape(node))
         places = torch.arange(shape.numel(), device="cpu").view(shape)
         moved = places
         for move in moves:
-            moved = moved if is_idle(move) else cast(Callable[..., Tensor], move.target)(moved, *move.args[1:], **move.kwargs)
+            moved = cast(Callable[..., Tensor], move.target)(moved, *move.args[1:], **move.kwargs)
         if not torch.equal(moved, places.flatten(2).transpose(1, 2)):
             raise UnfitError("order", "its patches are not one after the other, row by row of the image")
         return _below_together(self.seen.owners.innermost(node) or "")

@@ -11,12 +11,12 @@ from torch import nn
 from torch.fx import Node
 
 from flysurgery.inference.embedding import CALLERS, METHOD, Embedding, embedding_of, inline_embedding
-from flysurgery.inference.graph import Calls, attempt, below, is_idle, origin, watch
+from flysurgery.inference.graph import Calls, attempt, below, read, watch
 from flysurgery.inference.match import AttentionOut, Block, BlockMatcher, FeedForwardGroup, Matcher, ProjectionGroup
 from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.surgery import Reason
-from flysurgery.walker import Example, Survey, name_of, survey
+from flysurgery.walker import Example, Survey, name_of
 
 
 class Patches(NamedTuple):
@@ -50,14 +50,14 @@ class Findings:
         return [node for node, names in self.around.items() if fqn in names]
 
     def common_module(self, nodes: frozenset[Node]) -> str | None:
-        """The innermost module in whose forward all nodes run, idle ones aside."""
-        first, *others = [self.around[node] for node in nodes if not is_idle(node)]
+        """The innermost module in whose forward all nodes run."""
+        first, *others = [self.around[node] for node in nodes]
         common = [fqn for fqn in first if all(fqn in other for other in others)]
         return common[-1] if common else None
 
     def consists_of(self, fqn: str, nodes: frozenset[Node]) -> bool:
         """Whether a module computes these nodes and nothing else."""
-        return all(node in nodes or is_idle(node) or not node.users for node in self.inside(fqn))
+        return all(node in nodes or not node.users for node in self.inside(fqn))
 
 
 def find_groups(model: nn.Module, example: Example | None = None) -> Findings:
@@ -66,7 +66,7 @@ def find_groups(model: nn.Module, example: Example | None = None) -> Findings:
     Raises:
         WalkError: as ``flysurgery.walker.survey``.
     """
-    seen = survey(model, example, prepare=_put_linears)
+    seen = read(model, example, prepare=_put_linears)
     matcher, around = Matcher(seen), {node: seen.owners.around(node) for node in seen.trace.graph.nodes}
     found, outs = Findings(seen, watch(seen, (METHOD, *CALLERS)), around), dict[str, AttentionOut]()
     for role, group, match, kept in (
@@ -116,7 +116,7 @@ def _find_patches(found: Findings) -> None:
     seen = found.seen
     for node in seen.trace.graph.nodes:
         source = node.args[0] if name_of(node) == "conv2d" else None
-        if not isinstance(source, Node) or origin(source) not in seen.trace.inputs:
+        if not isinstance(source, Node) or source not in seen.trace.inputs:
             continue
         fqn = seen.owners.innermost(node) or ""
         module = seen.owners.modules[fqn]

@@ -1,9 +1,9 @@
-"""Questions to a traced model: where a value comes from and who uses it, which modules run around a node, how modules are called."""
+"""A traced model without idle nodes, questions to its nodes, and how its modules are called."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from flysurgery.errors import WalkError, first_line
 from flysurgery.surgery import Reason
-from flysurgery.walker import Survey, is_in_place, name_of, run_fake, shape_of
+from flysurgery.walker import Example, Survey, is_in_place, name_of, run_fake, shape_of, survey
 
 Made = TypeVar("Made")
 
@@ -21,7 +21,21 @@ _DROPOUTS = frozenset(("dropout", "feature_dropout"))
 _SPLITS = frozenset(("chunk", "split"))
 
 
-def is_idle(node: Node) -> bool:
+def read(model: nn.Module, example: Example | None = None, *, prepare: Callable[[nn.Module], None] | None = None) -> Survey:
+    """``survey``, without the exporter's assertions and without nodes that pass on a value: their users take the value itself."""
+    seen = survey(model, example, prepare=prepare)
+    graph, passed = seen.trace.graph, dict[Node, Node]()
+    for node in [node for node in graph.nodes if "_assert" in name_of(node)]:
+        graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.users and _is_idle(node) and isinstance(source := node.args[0], Node):  # without users the model may store the value
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            passed[node] = source
+    return replace(seen, calls=[replace(call, source=passed.get(call.source, call.source)) for call in seen.calls])
+
+
+def _is_idle(node: Node) -> bool:
     """Whether the node returns its first argument unchanged: an inactive dropout, a copy, a cast to the same dtype."""
     name = name_of(node)
     if name in _DROPOUTS:
@@ -31,39 +45,9 @@ def is_idle(node: Node) -> bool:
     return name in _COPIES
 
 
-def origin(node: Node) -> Node:
-    """The node itself, or the node whose value it passes on if it is idle."""
-    while is_idle(node) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
-
-
-def users(node: Node) -> list[Node]:
-    """The nodes that use a value, followed past idle ones. An idle end counts as a user; the exporter's assertions do not."""
-    found: list[Node] = []
-    for user in node.users:
-        if "_assert" in name_of(user):
-            continue
-        beyond = users(user) if is_idle(user) else []
-        found += beyond or [user]
-    return list(dict.fromkeys(found))
-
-
 def sole_user(node: Node) -> Node | None:
     """The only node that uses a value; None where there are several or none."""
-    found = users(node)
-    return found[0] if len(found) == 1 else None
-
-
-def between(start: Node, end: Node) -> set[Node]:
-    """The idle nodes through which ``end`` takes the value of ``start``."""
-    found: set[Node] = set()
-    pending = [start]
-    while pending:
-        idle = [user for user in pending.pop().users if user is not end and is_idle(user)]
-        found.update(idle)
-        pending += idle
-    return found
+    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def summands(node: Node) -> tuple[Node, Node] | None:

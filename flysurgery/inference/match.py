@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import Node
 
-from flysurgery.inference.graph import UnfitError, between, half_of, is_idle, origin, sole_user, summands, users
+from flysurgery.inference.graph import UnfitError, half_of, sole_user, summands
 from flysurgery.walker import Call, Survey, is_in_place, name_of, shape_of
 
 _ACTIVATIONS = {"gelu": "gelu", "silu": "silu"}
@@ -46,7 +46,7 @@ def held_of(seen: Survey, node: Node) -> Held | None:
 
 @dataclass(frozen=True)
 class Tail:
-    """The operators behind a linear: a layer scale, if any, and the sum with a residual stream, if any; ``nodes`` includes idle ones."""
+    """The operators behind a linear: a layer scale, if any, and the sum with a residual stream, if any."""
 
     scale: Held | None
     residual: Node | None
@@ -164,19 +164,19 @@ class Matcher:
 
     def projection(self, call: Call) -> ProjectionGroup:
         """[LN -> q, k, v], from the projection's linear."""
-        node = origin(call.source)
+        node = call.source
         norm = self.norm(node)
-        if users(node) != [call.node]:
-            together = all(self.roles.get(user) == "qkv" for user in users(node))
+        if list(node.users) != [call.node]:
+            together = all(self.roles.get(user) == "qkv" for user in node.users)
             text = "q, k and v are modules of their own" if together else "its norm's result is used by something else as well"
             raise UnfitError("norm-shared", text)
         if not _is_plain(call):
             raise UnfitError("weight-read", "the weight is not used by a linear module that its parent calls")
-        return ProjectionGroup(norm, call.fqn, _operand(node), frozenset({node, call.node} | between(node, call.node)))
+        return ProjectionGroup(norm, call.fqn, _operand(node), frozenset({node, call.node}))
 
     def feed_forward(self, call: Call) -> FeedForwardGroup:
         """[LN -> FFN -> layer scale -> residual], from the last linear."""
-        hidden, inner = origin(call.source), None
+        hidden, inner = call.source, None
         nodes = [call.node]
         if name_of(hidden) == "layer_norm":
             inner = self.norm(hidden)
@@ -185,16 +185,15 @@ class Matcher:
         gated = self._gated(hidden) if name_of(hidden) == "mul" else self._activated(hidden)
         if not all(_is_plain(each) for each in (*gated.first, call)):
             raise UnfitError("no-linear", "before its activation stands no linear module that its parent calls")
-        norm_node = origin(gated.first[0].source)
+        norm_node = gated.first[0].source
         norm = self.norm(norm_node)
         nodes += [*gated.nodes, *(each.node for each in gated.first), norm_node]
         for node in nodes[1:]:
-            if not {*users(node)} <= {*nodes}:
+            if not {*node.users} <= {*nodes}:
                 raise UnfitError("shared", f"the result of its {name_of(node)} is used by something else as well")
-        covered = {*nodes}.union(*(between(node, call.node) for node in nodes[1:]))
         first = tuple(each.fqn for each in gated.first)
         source, tail = _operand(norm_node), self.tail(call.node)
-        return FeedForwardGroup(norm, first, gated.gate, gated.activation, inner, call.fqn, source, frozenset(covered), tail)
+        return FeedForwardGroup(norm, first, gated.gate, gated.activation, inner, call.fqn, source, frozenset(nodes), tail)
 
     def attention_out(self, call: Call) -> AttentionOut:
         """[attention output projection -> layer scale -> residual], from the linear."""
@@ -219,23 +218,23 @@ class Matcher:
         nodes, scale, last = set[Node](), None, node
         user = sole_user(last)
         if user is not None and (found := self._scale(last, user)) is not None:
-            nodes |= {user} | between(last, user)
+            nodes.add(user)
             scale, last = found, user
             user = sole_user(last)
         added = summands(user) if user is not None else None
         if user is None or added is None:
             return Tail(scale, None, last, frozenset(nodes))
         left, right = added
-        residual = right if origin(left) is last else left
-        if origin(residual) is last:  # the sum of a value with itself
+        residual = right if left is last else left
+        if residual is last:  # the sum of a value with itself
             return Tail(scale, None, last, frozenset(nodes))
-        return Tail(scale, origin(residual), user, frozenset(nodes | {user} | between(last, user)))
+        return Tail(scale, residual, user, frozenset((*nodes, user)))
 
     def _scale(self, node: Node, user: Node) -> Held | None:
         """The layer scale by which ``user`` multiplies ``node``."""
         if name_of(user) != "mul" or len(user.args) != 2:
             return None
-        other = next((arg for arg in user.args if isinstance(arg, Node) and origin(arg) is not node), None)
+        other = next((arg for arg in user.args if isinstance(arg, Node) and arg is not node), None)
         shape = shape_of(node)
         return held_of(self.seen, other) if other is not None and shape is not None and shape_of(other) == shape[-1:] else None
 
@@ -254,7 +253,7 @@ class Matcher:
         other = UnfitError(
             "gated", "its hidden units are a product, but not of gate and value from two linears of one input or the halves of one"
         )
-        factors = [origin(each) for each in node.args if isinstance(each, Node)]
+        factors = [each for each in node.args if isinstance(each, Node)]
         active = [(each, kind) for each in factors if (kind := _activation(each)) is not None]
         if not active:
             raise UnfitError("activation", "its hidden units are a product without gelu or silu, as QuickGELU is; kernels know these two")
@@ -264,13 +263,13 @@ class Matcher:
         gate, value = _operand(activated), factors[1] if factors[0] is activated else factors[0]
         by_gate, by_value = self.calls.get(gate), self.calls.get(value)
         if by_gate is not None and by_value is not None:
-            if by_gate is by_value or origin(by_gate.source) is not origin(by_value.source):
+            if by_gate is by_value or by_gate.source is not by_value.source:
                 raise other
             return _Hidden((by_gate, by_value), 0, kind, (node, activated))
         one, another = half_of(gate), half_of(value)
-        if one is None or another is None or origin(one.whole) is not origin(another.whole) or one.place == another.place:
+        if one is None or another is None or one.whole is not another.whole or one.place == another.place:
             raise other
-        first = self.calls.get(origin(one.whole))
+        first = self.calls.get(one.whole)
         if first is None:
             raise other
         return _Hidden((first,), one.place, kind, (node, activated, gate, value, one.split, another.split))
@@ -304,8 +303,7 @@ class BlockMatcher:
             part, nodes, value = self._part(value)
             parts.insert(0, part)
             covered |= nodes
-        others = [node for node in self.inside if node not in covered and node.users and not is_idle(node)]
-        more = next((node for node in others if "_assert" not in name_of(node)), None)
+        more = next((node for node in self.inside if node not in covered and node.users), None)
         if more is not None:
             raise self._more(more)
         return Block(self.fqn, tuple(parts))
@@ -362,11 +360,11 @@ class BlockMatcher:
     def _read_by(self, nodes: set[Node]) -> set[Node]:
         """The values from elsewhere that ``nodes`` use, without weights and constants."""
         read = {each for node in nodes for each in node.all_input_nodes if each not in nodes}
-        return {origin(each) for each in read if each in self.seen.trace.inputs or each.op not in ("placeholder", "get_attr")}
+        return {each for each in read if each in self.seen.trace.inputs or each.op not in ("placeholder", "get_attr")}
 
     def _leaving(self, nodes: set[Node]) -> set[Node]:
         """The values of ``nodes`` that others use."""
-        return {origin(node) for node in nodes if any(user not in nodes for user in node.users)}
+        return {node for node in nodes if any(user not in nodes for user in node.users)}
 
     def _more(self, node: Node) -> UnfitError:
         return UnfitError("more", f"{self._name} also computes {name_of(node) or node.name}")
@@ -380,7 +378,7 @@ def _operand(node: Node) -> Node:
     """The operand of a node that has one."""
     operand = node.args[0]
     assert isinstance(operand, Node)  # operators of one tensor have it as their first argument
-    return origin(operand)
+    return operand
 
 
 def _activation(node: Node) -> str | None:
