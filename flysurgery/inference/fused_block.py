@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from flysurgery import ops
-from flysurgery.inference.fused_modules import AttentionStep, FeedForwardStep, LinearResidualStep, watched
+from flysurgery.inference.fused_modules import Step, under_autocast, watched
 from flysurgery.inference.graph import Calls, UnfitError
 from flysurgery.inference.match import Attended, Block, Lone
 from flysurgery.inference.standin import Condition, StandIn
@@ -110,7 +110,7 @@ def _alike(seen: Any, value: Any) -> bool:
 class Attending(TorchFunctionMode):
     """A block in which ``step`` computes the attention of calls without mask and dropout and with the scale that it was made for."""
 
-    def __init__(self, step: AttentionStep) -> None:
+    def __init__(self, step: Step) -> None:
         super().__init__()
         self.step = step
 
@@ -118,7 +118,7 @@ class Attending(TorchFunctionMode):
         named = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             operands = _operands(*args, **named)
-            if operands is not None and named.get("scale") == self.step.scale:
+            if operands is not None and named.get("scale") == self.step.given.scale:
                 return self.step(*operands)
         return func(*args, **named)
 
@@ -163,9 +163,7 @@ class FusedAttended(FusedPart):
     argument. Where ``norm`` is None, it includes the norm. ``attending`` replaces its call of PyTorch's attention.
     """
 
-    def __init__(
-        self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, step: LinearResidualStep, handed: Arguments
-    ) -> None:
+    def __init__(self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, step: Step, handed: Arguments) -> None:
         super().__init__(step)
         self.out = step
         self.norm, self.attention, self.attending = norm, attention, attending
@@ -186,15 +184,22 @@ class FusedAttended(FusedPart):
 class FusedPair(FusedPart):
     """A part with attention and the feed-forward part behind it, whose norm reads the moments that the first part's kernel writes."""
 
-    def __init__(self, first: FusedAttended, step: FeedForwardStep) -> None:
+    def __init__(self, first: FusedAttended, step: Step) -> None:
         super().__init__(step)
         self.first, self.out, self.then = first, first.out, step
 
     def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
         attended = self.first.attended(x, arguments)
-        if self.then.reads_moments(x) and self.out.leaves_moments(attended, x):
-            return self.then(*self.out.with_moments(attended, x))
+        if self.out.enabled and self.then.enabled and not under_autocast(x) and self._reads_moments(x):
+            sums = self.out.operation(attended, x)
+            if not isinstance(sums, str) and ops.leaves_moments(attended, sums):
+                return self.then(*ops.run_with_moments(attended, sums))
         return self.then(self.out(attended, x))
+
+    def _reads_moments(self, x: Tensor) -> bool:
+        """Whether the second part can use the moments of the rows of its input, which are of the shape of x."""
+        way = self.then.way(x)
+        return not isinstance(way, str) and way.launches()[:1] == (ops.MOMENTS,)
 
 
 class FusedBlock(StandIn):
@@ -231,11 +236,15 @@ def _paired(parts: Iterable[FusedPart]) -> list[FusedPart]:
     found: list[FusedPart] = []
     for part in parts:
         before = found[-1] if found else None
-        if isinstance(before, FusedAttended) and type(before.out.linear) is nn.Linear and isinstance(part.step, FeedForwardStep):
+        if isinstance(before, FusedAttended) and type(before.out.given.linear) is nn.Linear and _is_feed_forward(part.step):
             found[-1] = FusedPair(before, part.step)
         else:
             found.append(part)
     return found
+
+
+def _is_feed_forward(step: nn.Module) -> TypeGuard[Step]:
+    return isinstance(step, Step) and isinstance(step.given, ops.FeedForward)
 
 
 def _present(value: Any, arguments: Arguments) -> Any:

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flysurgery.inference.clock import Shapes, Way
-from flysurgery.inference.fused_modules import AttentionStep, Step
+from flysurgery.inference.fused_modules import Step
+from flysurgery.ops import Attention
 
 
 def with_gradients(call: Callable[..., Any], modules: nn.Module) -> Way:
     """``call``, and the gradients of its inputs and of the modules' parameters that learn, from ones at all of its floating results."""
-    held = [getattr(*each) for each in getattr(modules, "held", ()) if each is not None]
+    held = [tensor for each in getattr(modules, "held", ()) if (tensor := getattr(*each)) is not None]
     parameters = [*modules.parameters(), *held]
 
     def run(*inputs: Tensor) -> object:
@@ -35,7 +36,7 @@ def training_calls(step: Step, shapes: Shapes) -> tuple[list[Callable[..., Any]]
     q, k and v of one shape come as parts of one tensor, as from one projection.
     """
     ways: list[Callable[..., Any]] = [step.plain, step.trained]
-    if not isinstance(step, AttentionStep) or len({*shapes}) > 1:
+    if not isinstance(step.given, Attention) or len({*shapes}) > 1:
         return ways, shapes
     batch, heads, tokens, features = shapes[0]
     return [_of_parts(way) for way in ways], ((batch, tokens, len(shapes), heads, features),)

@@ -10,21 +10,14 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.fx import Node
 
+from flysurgery import ops
 from flysurgery.inference.clock import Shapes
 from flysurgery.inference.embedding import METHOD, Embedding
 from flysurgery.inference.find_groups import Findings, Patches
 from flysurgery.inference.fused_block import Attending, Form, FusedAttended, FusedBlock, FusedPart, attention_among, form_of
-from flysurgery.inference.fused_modules import (
-    AttentionStep,
-    EmbeddingStep,
-    FeedForwardStep,
-    LinearResidualStep,
-    NormLinearStep,
-    PatchesStep,
-    Step,
-)
+from flysurgery.inference.fused_modules import EmbeddingStep, Input, Normalized, Parameter, PatchesStep, Step
 from flysurgery.inference.graph import UnfitError, attempt, below
-from flysurgery.inference.match import Attended, Block, BlockPart, FeedForwardGroup, Lone, ProjectionGroup
+from flysurgery.inference.match import Attended, Block, BlockPart, FeedForwardGroup, Lone, NormModule, ProjectionGroup
 from flysurgery.inference.standin import (
     Condition,
     Fused,
@@ -159,11 +152,11 @@ class _Builder:
         attention = attention_among(self.found.inside(part.attention))
         if attention is not None:
             scale = attention.kwargs.get("scale")
-            step = AttentionStep(scale if isinstance(scale, float) else None)
+            step = Step(ops.Attention(Input(0), Input(1), scale if isinstance(scale, float) else None))
             shapes = tuple(shape for each in attention.args[:3] if isinstance(each, Node) and (shape := shape_of(each)) is not None)
             candidates["attention"] = Candidate("attention", part.attention, step, shapes)
         out, scale = part.out, part.out.tail.scale
-        step = LinearResidualStep(self.module(out.linear), scale and scale.of(self.model))
+        step = Step(ops.LinearResidual(self.module(out.linear), Input(0), scale and Parameter(*scale.of(self.model))))
         return candidates | {"attn_out": Candidate("attn_out", out.linear, step, (_rows(out.source), _rows(out.branch)))}
 
     def _part(self, part: BlockPart, form: Form, own: Own, new: Mapping[str, StandIn]) -> FusedPart:
@@ -192,15 +185,13 @@ class _Builder:
             if norm is None:
                 replaced[inside(part.projection.norm.fqn)] = nn.Identity()
             norm = None
-        step = own["attention"].step if "attention" in own else None
-        attending = Attending(step) if isinstance(step, AttentionStep) and step.enabled else None
+        attending = Attending(own["attention"].step) if "attention" in own and own["attention"].step.enabled else None
         before = None if norm is None else new.get(norm) or self.module(norm)
-        out = own["attn_out"].step
-        assert isinstance(out, LinearResidualStep)  # it was built so
-        return FusedAttended(before, view(attention, replaced, attributes), attending, out, form.handed[part.attention])
+        inner = view(attention, replaced, attributes)
+        return FusedAttended(before, inner, attending, own["attn_out"].step, form.handed[part.attention])
 
     def _projection(self, group: ProjectionGroup) -> Candidate:
-        step = NormLinearStep(self.module(group.norm.fqn), group.norm.eps, self.module(group.linear))
+        step = Step(ops.NormLinears(self._norm(group.norm), (self.module(group.linear),)))
         return Candidate("qkv", group.linear, step, (_rows(group.source),))
 
     def _lone_projection(self, group: ProjectionGroup, candidate: Candidate) -> Replacement:
@@ -210,10 +201,11 @@ class _Builder:
         return self._pair(group.norm.fqn, group.linear, candidate)
 
     def _feed_forward(self, group: FeedForwardGroup, *, whole: bool = False) -> Candidate:
-        norm, *inner = [(self.module(each.fqn), each.eps) for each in (group.norm, group.inner) if each is not None]
-        scale = group.tail.scale.of(self.model) if whole and group.tail.scale is not None else None
-        first, second = map(self.module, group.first), self.module(group.second)
-        step = FeedForwardStep(norm, first, group.gate, group.activation, inner[0] if inner else None, second, scale, whole)
+        scale = Parameter(*group.tail.scale.of(self.model)) if whole and group.tail.scale is not None else None
+        first, down = tuple(map(self.module, group.first)), self.module(group.second)
+        up = first[0] if group.gate is None else ops.Gated(first, group.gate)
+        inner = group.inner and self._norm(group.inner)
+        step = Step(ops.FeedForward(self._norm(group.norm), up, down, group.activation, scale, whole, inner, Input(0)))
         return Candidate("ffn", group.second, step, (_rows(group.source),))
 
     def _lone_feed_forward(self, group: FeedForwardGroup, candidate: Candidate) -> Replacement:
@@ -230,7 +222,9 @@ class _Builder:
         return self._pair(group.norm.fqn, behind, candidate)
 
     def _patches(self, patches: Patches) -> Candidate:
-        return Candidate("patches", patches.fqn, PatchesStep(self._convolution(patches.fqn)), (self._image(patches.fqn),))
+        weight, bias = self._convolution(patches.fqn)
+        step = PatchesStep(ops.PatchEmbedding(weight, bias, image=True))
+        return Candidate("patches", patches.fqn, step, (self._image(patches.fqn),))
 
     def _lone_patches(self, patches: Patches, candidate: Candidate) -> Replacement:
         return self._stepped(patches.fqn, candidate)
@@ -243,9 +237,10 @@ class _Builder:
         """
         module = self.module(group.fqn)
         together = Together(module, METHOD, group.patches)
-        position, prefix = group.position and group.position.of(module), [each.of(module) for each in group.prefix]
-        convolution = self._convolution(below(group.fqn, group.convolution))
-        step = EmbeddingStep(together, convolution, position, prefix, group.image)
+        position = group.position and Parameter(*group.position.of(module))
+        prefix = tuple(Parameter(*each.of(module)) for each in group.prefix)
+        weight, bias = self._convolution(below(group.fqn, group.convolution))
+        step = EmbeddingStep(ops.PatchEmbedding(weight, bias, position, prefix), together, group.image)
         candidate = Candidate("patches", fqn, step, (self._image(fqn),))
         called = [module.get_submodule(each) for each in group.called]
 
@@ -288,10 +283,12 @@ class _Builder:
     def _image(self, fqn: str) -> tuple[int, ...]:
         return tuple(self.found.calls[fqn].first_input.shape)
 
-    def _convolution(self, fqn: str) -> nn.Conv2d:
-        convolution = self.module(fqn)
-        assert isinstance(convolution, nn.Conv2d)  # find_groups has seen to it
-        return convolution
+    def _convolution(self, fqn: str) -> tuple[Parameter, Parameter]:
+        """The weight and the bias of a convolution."""
+        return Parameter(self.module(fqn), "weight"), Parameter(self.module(fqn), "bias")
+
+    def _norm(self, norm: NormModule) -> Normalized:
+        return Normalized(self.module(norm.fqn), norm.eps)
 
 
 def _rows(node: Node) -> tuple[int, ...]:

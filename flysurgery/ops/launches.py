@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.nn import functional
@@ -20,11 +20,11 @@ from flysurgery.gpu.some_rows import most_some_rows, run_some_rows
 from flysurgery.ops.multiply import ks_linear
 
 
-def multiplied(x: Tensor, linear: Linear) -> Tensor:
-    """A linear without epilogue, by PyTorch or by the backend that ``ks_linear`` chooses."""
+def multiplied(x: Tensor, linear: Linear | Callable[[Tensor], Tensor]) -> Tensor:
+    """A linear without epilogue, by PyTorch, by the backend that ``ks_linear`` chooses, or by its own module."""
     if isinstance(linear, Dense):
         return functional.linear(x, linear.weight.flatten(1), linear.bias)
-    return ks_linear(x, linear.factors, linear.bias)
+    return ks_linear(x, linear.factors, linear.bias) if isinstance(linear, FusedFactors) else linear(x)
 
 
 def normed(

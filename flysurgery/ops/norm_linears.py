@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,9 +82,11 @@ class NormLinears(NamedTuple):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
-def plain_norm(x: Tensor, norm: Norm | None) -> Tensor:
-    """The norm of x by PyTorch; x itself where there is none."""
-    return x if norm is None else functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+def plain_norm(x: Tensor, norm: Norm | Callable[[Tensor], Tensor] | None) -> Tensor:
+    """The norm of x by PyTorch or by its own module; x itself where there is none."""
+    if isinstance(norm, Norm):
+        return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+    return x if norm is None else norm(x)
 
 
 def _multiplied(x: Tensor, group: Sequence[Linear]) -> Tensor:

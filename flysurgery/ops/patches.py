@@ -20,14 +20,16 @@ class PatchEmbedding(NamedTuple):
     """A convolution of patches that do not overlap; x: (images, channels, height, width).
 
     The result is (images, tokens + patches, features). The tokens of ``prefix`` stand before the patches of each image. ``position`` is
-    added to the patches, or to both where it has rows for both. One product reads the pixels where they lie. Where the kernel cannot,
-    they are copied once and PyTorch computes the product.
+    added to the patches, or to both where it has rows for both. With ``image``, which neither may stand beside, the result is that of the
+    convolution, (images, features, rows, columns), with the features of a patch side by side in memory. One product reads the pixels where
+    they lie. Where the kernel cannot, they are copied once and PyTorch computes the product.
     """
 
     weight: Tensor  # shape: (features, channels, patch height, patch width)
     bias: Tensor | None  # shape: (features,)
     position: Tensor | None = None  # shape: (*, patches, features), or (*, tokens + patches, features)
     prefix: Sequence[Tensor] = ()  # shapes: (*, some of the tokens, features)
+    image: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -35,7 +37,7 @@ class PatchEmbedding(NamedTuple):
 
     @property
     def form(self) -> tuple[Hashable, ...]:
-        return "patch_embedding", self.bias is None, self.position is None
+        return "patch_embedding", self.bias is None, self.position is None, self.image
 
     def wrong(self, x: Tensor) -> str | None:
         other = next((tensor.dtype for tensor in self.tensors if tensor.dtype != x.dtype), None)
@@ -52,36 +54,40 @@ class PatchEmbedding(NamedTuple):
         return _wrong_rows(self, (height // high) * (width // wide))
 
     def stages(self, x: Tensor) -> Stages | str:
-        mode = present_mode(x.dtype)
-        if mode is not None:
-            features, channels, high, wide = self.weight.shape
-            if patches_obstacle(high, wide, channels, features, mode, x.device.index) is None:
-                return (Stage((), partial(_in_place, mode=mode)),)
-        return (Stage((), _copied),)
+        mode, (features, channels, high, wide) = present_mode(x.dtype), self.weight.shape
+        in_place = mode is not None and patches_obstacle(high, wide, channels, features, mode, x.device.index) is None
+        stage = Stage((), partial(_in_place, mode=mode) if in_place else _copied)
+        return (stage, Stage((), _as_image)) if self.image else (stage,)
 
     def plainly(self, x: Tensor) -> Tensor:
         patches = functional.conv2d(x, self.weight, self.bias, stride=self.weight.shape[2:])
-        return self._with_position(x, patches.flatten(2).transpose(1, 2))
+        return patches if self.image else self._with_position(x, patches.flatten(2).transpose(1, 2))
 
     def by_product(self, x: Tensor) -> Tensor:
         """The same by one product, with gradients: that of a convolution's weight takes PyTorch longer."""
-        return self._with_position(x, functional.linear(_pixels(x, self.weight), self.weight.flatten(1), self.bias))
+        patches = functional.linear(_pixels(x, self.weight), self.weight.flatten(1), self.bias)
+        return _as_image(patches, x, self) if self.image else self._with_position(x, patches)
 
     def _with_position(self, x: Tensor, patches: Tensor) -> Tensor:
-        _, _, position, prefix = self
+        _, _, position, prefix, _ = self
         if position is not None and position.shape[-2] == patches.shape[1]:
             patches, position = patches + position, None
         tokens = torch.cat([*(each.expand(len(x), -1, -1) for each in prefix), patches], dim=1) if prefix else patches
         return tokens if position is None else tokens + position
 
 
+def _as_image(y: Tensor, images: Tensor, patches: PatchEmbedding) -> Tensor:
+    _, _, high, wide = patches.weight.shape
+    return y.transpose(1, 2).unflatten(2, (images.shape[2] // high, images.shape[3] // wide))
+
+
 def _in_place(y: Tensor, images: Tensor, patches: PatchEmbedding, mode: str) -> Tensor:
-    weight, bias, position, prefix = patches
+    weight, bias, position, prefix, _ = patches
     return run_patches(images, weight, bias, position, prefix, mode)
 
 
 def _copied(y: Tensor, images: Tensor, patches: PatchEmbedding) -> Tensor:
-    weight, bias, position, prefix = patches
+    weight, bias, position, prefix, _ = patches
     features, count, pixels = weight.shape[0], images.shape[0], _pixels(images, weight)
     before, position = rows_of_image(position, prefix, pixels.shape[1])
     offset = torch.zeros((1, features), dtype=images.dtype, device=images.device) if bias is None else bias[None]
@@ -104,7 +110,7 @@ def _pixels(images: Tensor, weight: Tensor) -> Tensor:  # shape: (images, patche
 
 def _wrong_rows(patches: PatchEmbedding, count: int) -> str | None:
     """Why position and prefix do not fit an image of this many patches."""
-    weight, _, position, prefix = patches
+    weight, _, position, prefix, _ = patches
     features = weight.shape[0]
     for rows in (*prefix, *([] if position is None else [position])):
         if rows.dim() < 2 or rows.shape[-1] != features or rows.shape[:-2].numel() != 1:
