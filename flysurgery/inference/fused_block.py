@@ -94,7 +94,7 @@ def _handed_to(attention: Calls, normed: object, arguments: Arguments) -> Argume
 
 
 def _behind_first(calls: Calls) -> Arguments:
-    args, kwargs = calls.arguments[0]
+    args, kwargs, _ = calls[0]
     return {**dict(enumerate(args[1:])), **kwargs}
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -100,39 +101,31 @@ def _kind(node: object) -> tuple[Any, ...] | None:
     return (value.dtype, value.device) if isinstance(value, Tensor) else None
 
 
-@dataclass
-class Calls:
-    """The calls of one module in one forward: positional arguments, named arguments and results."""
+class Calls(list[tuple[tuple[Any, ...], dict[str, Any], Any]]):
+    """The calls of one module in one forward: positional arguments, named arguments and result of each."""
 
-    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    results: list[Any] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.results)
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Record one call."""
+        self.append((args, kwargs, result))
 
     @property
     def first_input(self) -> Any:
         """The first positional argument of the first call; None where there is none."""
-        return self.arguments[0][0][0] if self.arguments and self.arguments[0][0] else None
+        return self[0][0][0] if self and self[0][0] else None
 
     @property
     def first_result(self) -> Any:
         """The result of the first call; None where there is none."""
-        return self.results[0] if self.results else None
+        return self[0][2] if self else None
 
     @property
     def one_of_one_tensor(self) -> bool:
         """Whether there was one call, with one tensor and nothing else."""
-        return len(self) == 1 and len(self.arguments[0][0]) == 1 and isinstance(self.first_input, Tensor) and not self.arguments[0][1]
+        return [(len(args), kwargs) for args, kwargs, _ in self] == [(1, {})] and isinstance(self.first_input, Tensor)
 
     def take(self, value: object) -> bool:
         """Whether there was one call, with this tensor and nothing else."""
         return self.one_of_one_tensor and self.first_input is value
-
-    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Record one call."""
-        self.arguments.append((args, kwargs))
-        self.results.append(result)
 
 
 def watch(seen: Survey, methods: Iterable[str] = ()) -> dict[str, Calls]:
@@ -144,25 +137,20 @@ def watch(seen: Survey, methods: Iterable[str] = ()) -> dict[str, Calls]:
         WalkError: the forward needs values of tensors, for example to select rows by them.
     """
     found: dict[str, Calls] = {}
-    handles, set_on = [], list[tuple[nn.Module, str]]()
-    for fqn, module in seen.double.named_modules():
-        calls = found[fqn] = Calls()
-        handles.append(module.register_forward_hook(lambda _, *call, calls=calls: calls.note(*call), with_kwargs=True))
-        for name in methods:
-            if callable(getattr(type(module), name, None)) and name not in vars(module):
-                vars(module)[name] = _noting(getattr(module, name), found.setdefault(below(fqn, name), Calls()))
-                set_on.append((module, name))
-    try:
-        run_fake(seen.double, seen.example)
-    except Exception as error:  # the forward may raise anything, as in trace
-        raise WalkError(
-            f"{type(seen.double).__name__} cannot be walked, because it does not run without data: {first_line(error)}"
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, name in set_on:
-            del vars(module)[name]
+    with ExitStack() as undone:
+        for fqn, module in seen.double.named_modules():
+            calls = found[fqn] = Calls()
+            hook = module.register_forward_hook(lambda _, *call, calls=calls: calls.note(*call), with_kwargs=True)
+            undone.callback(hook.remove)
+            for name in methods:
+                if callable(getattr(type(module), name, None)) and name not in vars(module):
+                    vars(module)[name] = _noting(getattr(module, name), found.setdefault(below(fqn, name), Calls()))
+                    undone.callback(vars(module).pop, name)
+        try:
+            run_fake(seen.double, seen.example)
+        except Exception as error:  # the forward may raise anything, as in trace
+            what = f"{type(seen.double).__name__} cannot be walked, because it does not run without data"
+            raise WalkError(f"{what}: {first_line(error)}") from error
     return found
 
 

@@ -17,6 +17,7 @@ from flysurgery.inference.find_groups import find_groups
 from flysurgery.inference.gradients import rehearsed, training_calls, with_gradients
 from flysurgery.inference.replacement import Candidate, Replacement, find_replacements
 from flysurgery.inference.standin import Fused, put, restore, view
+from flysurgery.ops import Way
 from flysurgery.surgery import Reason, grouped, is_optimized, text_table
 from flysurgery.torch_state import autocast_dtype
 from flysurgery.walker import Example, example_input
@@ -144,7 +145,7 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     measured: dict[object, Times] = {}
     with rehearsed(model) if training else nullcontext():
         for replacement in built.replacements:
-            _decide(replacement, dtype, device, measured)
+            _decide(replacement, measured_as, device, measured)
         fused, whole = _not_slower(model, built.replacements, found.seen.example, training)
     put(model, fused)
     rows = [_row(candidate) for replacement in built.replacements for candidate in replacement.candidates]
@@ -187,50 +188,28 @@ def _decide(replacement: Replacement, dtype: torch.dtype, device: torch.device, 
             code, module = hindrance
             candidate.leave(Reason(code, f"its {type(module).__name__} {_HINDRANCES[code]}"))
             continue
-        if candidate.step.trains:
-            _decide_training(candidate, dtype, device, measured)
-            continue
+        step, shapes = candidate.step, candidate.shapes
+        own, fused = step.plain, step.fused
+        if step.trains:
+            (own, fused), shapes = training_calls(step, shapes)
         with torch.no_grad():
             # No data is needed: the answer follows from shapes, dtypes and the device.
-            way = candidate.step.way(*(torch.empty(shape, dtype=dtype, device=device) for shape in candidate.shapes))
-            if isinstance(way, str):
-                candidate.leave(Reason("no-kernel", way))
+            found = (fused if step.trains else step.way)(*[torch.empty(shape, dtype=dtype, device=device) for shape in shapes])
+            if isinstance(found, str):
+                candidate.leave(Reason("no-gradients" if step.trains else "no-kernel", found))
                 continue
-            candidate.launches = way.launches()
-            if device.type != "meta":
-                _decide_by_times(candidate, dtype, device, measured)
-
-
-def _decide_training(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
-    """The same for calls with gradients, by the times of forward and backward."""
-    step = candidate.step
-    key = (candidate.group, step.likeness(), candidate.shapes, dtype)
-    calls, shapes = training_calls(step, candidate.shapes)
-    inputs = clock.random_inputs(shapes, autocast_dtype(device.type) or dtype, device)
-    with torch.no_grad():
-        reason = calls[1](*inputs)
-    if isinstance(reason, str):
-        candidate.leave(Reason("no-gradients", reason))
-    elif device.type != "meta":
-        if key not in measured:
-            plain_ms, fused_ms = clock.medians_ms([with_gradients(call, step) for call in calls], inputs)
-            measured[key] = plain_ms, fused_ms
-        _leave_slower(candidate, measured[key])
-
-
-def _decide_by_times(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
-    step = candidate.step
-    key = (candidate.group, step.likeness(), candidate.shapes, dtype)
-    if key not in measured:
-        plain_ms, fused_ms = clock.medians_ms((step.plain, step.fused), clock.random_inputs(candidate.shapes, dtype, device))
-        measured[key] = plain_ms, fused_ms
-    _leave_slower(candidate, measured[key])
-
-
-def _leave_slower(candidate: Candidate, times: Times) -> None:
-    candidate.plain_ms, candidate.fused_ms = plain_ms, fused_ms = times
-    if fused_ms >= plain_ms:
-        candidate.leave(Reason("slower", f"fused it takes {fused_ms:.3g} ms here, by its own modules {plain_ms:.3g} ms"))
+            if isinstance(found, Way):
+                candidate.launches = found.launches()
+            if device.type == "meta":
+                continue
+            key = (candidate.group, step.likeness(), candidate.shapes, dtype)
+            if key not in measured:
+                ways = [with_gradients(each, step) for each in (own, fused)] if step.trains else [own, fused]
+                plain_ms, fused_ms = clock.medians_ms(ways, clock.random_inputs(shapes, dtype, device))
+                measured[key] = plain_ms, fused_ms
+        candidate.plain_ms, candidate.fused_ms = plain_ms, fused_ms = measured[key]
+        if fused_ms >= plain_ms:
+            candidate.leave(Reason("slower", f"fused it takes {fused_ms:.3g} ms here, by its own modules {plain_ms:.3g} ms"))
 
 
 def _not_slower(
