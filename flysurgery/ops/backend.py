@@ -11,10 +11,9 @@ from flysurgery.factors import architecture_of
 from flysurgery.ops.problem import Problem
 from flysurgery.patterns import Pattern
 
-Runner = Callable[[Tensor, Sequence[Tensor], Tensor | None], Tensor]
-"""Multiplies x of any leading dimensions by factors, left to right, and adds a bias, if there is one."""
-GroupRunner = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
-"""The same for several linears. Takes all their factors in order, and one bias for each or none; gives the outputs side by side."""
+Runner = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""Multiplies x of any leading dimensions by linears, whose outputs lie side by side: all their factors in order, left to right, and one
+bias for each or none."""
 
 
 class Backend:
@@ -27,6 +26,8 @@ class Backend:
     name: str
     rounds = False
     """Whether operands may be wider than the problem says, as autocast leaves them. Autocast then stays on."""
+    groups = False
+    """Whether ``can_run`` and ``runner`` take problems of several linears that share x."""
 
     def can_run(self, problem: Problem) -> str | None:
         """None when the result will be correct, gradients included where asked for; otherwise the reason why not.
@@ -56,17 +57,9 @@ class Backend:
         """``linear`` for calls that the problem describes, with x of any leading dimensions."""
         return self._flattened
 
-    def _flattened(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        product = self.linear(x.reshape(-1, x.shape[-1]), factors, bias)
+    def _flattened(self, x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+        product = self.linear(x.reshape(-1, x.shape[-1]), factors, biases[0] if biases else None)
         return product.reshape(*x.shape[:-1], product.shape[-1])
-
-    def group_obstacle(self, problem: Problem, linears: int) -> str | None:
-        """Why several linears like the problem's that share x cannot be multiplied together; None when ``group_runner`` can."""
-        return "it multiplies one linear after the other"
-
-    def group_runner(self, problem: Problem, linears: int) -> GroupRunner:
-        """Multiplies x by several linears like the problem's together."""
-        raise NotImplementedError
 
     def bind(self, factors: Sequence[Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """Give ``linear`` for fixed weights, brought into the backend's own storage once."""

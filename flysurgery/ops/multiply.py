@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
-from flysurgery.ops.backend import GroupRunner, Runner
+from flysurgery.ops.backend import Runner
 from flysurgery.ops.dispatch import choose
 from flysurgery.ops.problem import problem_of
 from flysurgery.ops.ways import decided
@@ -56,12 +57,12 @@ def ks_linear(
         PatternError: the factors do not chain, or x or the bias does not fit them; the message gives both numbers.
         BackendError: dtypes or devices differ, or no backend, or not the named one, can run this, with each reason.
     """
-    tensors = (x, *factors) if bias is None else (x, *factors, bias)
-    run, dtype = decided(lambda: _decide(x, factors, bias, backend), tensors, backend, bias is None)
+    biases = () if bias is None else (bias,)
+    run, dtype = decided(lambda: _decide(x, factors, bias, backend), (x, *factors, *biases), backend, bias is None)
     if dtype is None:
-        return run(x, factors, bias)
+        return run(x, factors, biases)
     with without_autocast(x.device.type):
-        return run(x.to(dtype), [factor.to(dtype) for factor in factors], None if bias is None else bias.to(dtype))
+        return run(x.to(dtype), [factor.to(dtype) for factor in factors], [each.to(dtype) for each in biases])
 
 
 def _decide(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, backend: str | None) -> tuple[Runner, torch.dtype | None]:
@@ -125,9 +126,7 @@ def ks_linear_group(
     return run(x, factors, present)
 
 
-def _decide_group(
-    x: Tensor, linears: Sequence[Sequence[Tensor]], biases: Sequence[Tensor | None], backend: str | None
-) -> GroupRunner | None:
+def _decide_group(x: Tensor, linears: Sequence[Sequence[Tensor]], biases: Sequence[Tensor | None], backend: str | None) -> Runner | None:
     """The function that runs them in one launch; None where no backend has one."""
     present = [bias for bias in biases if bias is not None]
     if len(linears) == 1 or len(present) not in (0, len(linears)) or x.device.type != "cuda":
@@ -142,7 +141,5 @@ def _decide_group(
     if any(tuple(bias.shape) != (architecture.out_features,) for bias in present):
         return None
     problem = problem_of(x, linears[0], biases[0], dtype, beside=weights)
-    chosen = choose(problem, backend)
-    if chosen.group_obstacle(problem, len(linears)) is not None:
-        return None
-    return chosen.group_runner(problem, len(linears))
+    chosen, together = choose(problem, backend), replace(problem, linears=len(linears))
+    return chosen.runner(together) if chosen.groups and chosen.can_run(together) is None else None

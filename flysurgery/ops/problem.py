@@ -15,7 +15,7 @@ from flysurgery.torch_state import is_tracing, tf32_allowed
 
 @dataclass(frozen=True)
 class Problem:
-    """One multiplication ``y = x W^T + bias`` with W a product of factors.
+    """One multiplication ``y = x W^T + bias`` with W a product of factors, or by several such ``linears`` of one architecture.
 
     ``rows`` is the number of rows of x once all leading dimensions are flattened, and None while a graph is traced:
     the choice must then hold for any number of rows. ``tracing`` asks for operators that a graph can hold: PyTorch's
@@ -31,6 +31,7 @@ class Problem:
     requires_grad: bool = False
     tracing: bool = False
     allow_tf32: bool = False
+    linears: int = 1
 
 
 def problem_of(

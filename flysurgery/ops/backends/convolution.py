@@ -27,7 +27,7 @@ class ConvolutionBackend(Backend):
         return None if exported else "it is the form of a layer in ONNX files, and none is written now"
 
     def linear(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        return _by_samples(x, factors, bias)
+        return _by_samples(x, factors, () if bias is None else (bias,))
 
     def runner(self, problem: Problem) -> Runner:
         return _by_samples
@@ -36,7 +36,7 @@ class ConvolutionBackend(Backend):
 def _by_samples(
     x: Tensor,  # shape: (*batch, in_features)
     factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right
-    bias: Tensor | None,  # shape: (out_features,)
+    biases: Sequence[Tensor],  # one of shape (out_features,), or none
 ) -> Tensor:  # shape: (*batch, out_features)
     samples = x if x.dim() == 3 else x.flatten(1, -2) if x.dim() > 3 else x.reshape(1, -1, x.shape[-1])
     rows = samples.shape[1]
@@ -49,4 +49,4 @@ def _by_samples(
         if d > 1:
             columns = columns.reshape(-1, a, d, b, rows).transpose(2, 3).reshape(-1, a * b * d, rows)
     product = columns.transpose(1, 2).reshape(*x.shape[:-1], -1)
-    return product if bias is None else product + bias
+    return product + biases[0] if biases else product

@@ -15,7 +15,7 @@ from flysurgery.gpu.gradients import EagerLinear
 from flysurgery.gpu.modes import mode_of
 from flysurgery.gpu.product import factor_config, product_obstacle, run_product
 from flysurgery.gpu.single_by_bmm import BatchedConfig
-from flysurgery.ops.backend import Backend, GroupRunner, Runner
+from flysurgery.ops.backend import Backend, Runner
 from flysurgery.ops.problem import Problem, problem_of
 from flysurgery.patterns import Architecture
 from flysurgery.torch_state import foreign_obstacle
@@ -25,10 +25,7 @@ class CudaBackend(Backend):
     """CUDA kernels compiled for the device at hand: one launch for two factors, or factor by factor for others."""
 
     name = "cuda"
-    rounds = True
-
-    def can_run(self, problem: Problem) -> str | None:
-        return self.group_obstacle(problem, 1)
+    rounds = groups = True
 
     def remark(self, problem: Problem) -> str | None:
         """A remark on how a problem is run, where that is not by one kernel of this package."""
@@ -43,8 +40,7 @@ class CudaBackend(Backend):
             found.append(f"{' and '.join(batched)} by PyTorch's product of the blocks, the faster way at this size")
         return "; ".join(found) or None
 
-    def group_obstacle(self, problem: Problem, linears: int) -> str | None:
-        """Why several linears like the problem's that share x cannot run in one launch; None when they can."""
+    def can_run(self, problem: Problem) -> str | None:
         if problem.device_type != "cuda":
             return f"it needs tensors on a CUDA device, these are on {problem.device_type}"
         foreign = foreign_obstacle() if problem.tracing else None
@@ -53,23 +49,19 @@ class CudaBackend(Backend):
         mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32)
         if mode is None:
             return f"it has kernels for float32, float16 and bfloat16, not {problem.dtype}"
-        return _kernel_obstacle(tuple(pattern.factor_shape for pattern in problem.architecture), mode, linears, problem.requires_grad)
+        shapes = tuple(pattern.factor_shape for pattern in problem.architecture)
+        return _kernel_obstacle(shapes, mode, problem.linears, problem.requires_grad)
 
     def linear(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        return self.runner(problem_of(x, factors, bias))(x, factors, bias)
+        return self.runner(problem_of(x, factors, bias))(x, factors, () if bias is None else (bias,))
 
     def runner(self, problem: Problem) -> Runner:
-        """One launch for two factors, or factor by factor for others."""
-        run = self.group_runner(problem, 1)
-        return lambda x, factors, bias: run(x, factors, () if bias is None else (bias,))
-
-    def group_runner(self, problem: Problem, linears: int) -> GroupRunner:
-        """Multiplies x by several linears of one architecture in one launch; their outputs lie side by side."""
+        """One launch for two factors, or factor by factor for others; one also for several linears."""
         mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32)
         assert mode is not None, "can_run has refused other dtypes"
         if problem.requires_grad and not problem.tracing:
-            return partial(_with_gradients, problem.dtype, linears, mode)
-        return partial(_registered if problem.tracing else _without_gradients, problem.dtype, linears, mode)
+            return partial(_with_gradients, problem.dtype, problem.linears, mode)
+        return partial(_registered if problem.tracing else _without_gradients, problem.dtype, problem.linears, mode)
 
 
 Operands = Sequence[Tensor]
