@@ -64,11 +64,12 @@ def of_linears(
         of_scale = (of_scale if bias is None else of_scale + bias * of_bias).to(scale.dtype)
         of_weight, of_bias = of_weight * scale[:, None], of_bias * scale
     sizes = [member.sizes[1] for member in group]
-    biases = [member.bias if member.bias is None else part.to(member.bias.dtype) for member, part in _pairs(group, of_bias.split(sizes))]
+    biases = [
+        member.bias if member.bias is None else part.to(member.bias.dtype) for member, part in zip(group, of_bias.split(sizes), strict=True)
+    ]
     factors = _alike_factors(group)
     if factors is None:
-        parts = of_weight.split(sizes)
-        return tuple(_of_linear(part, bias, member) for (member, part), bias in zip(_pairs(group, parts), biases, strict=True)), of_scale
+        return tuple(map(_of_linear, of_weight.split(sizes), biases, group)), of_scale
     found = _in_dtypes(factor_gradients(of_weight, factors, len(group)), factors)
     length = len(factors) // len(group)
     return tuple(FusedFactors(tuple(found[length * n : length * (n + 1)]), bias) for n, bias in enumerate(biases)), of_scale
@@ -104,7 +105,3 @@ def _of_linear(of_weight: Tensor, of_bias: Tensor | None, linear: Linear) -> Lin
 
 def _in_dtypes(gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     return [gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, tensors, strict=True)]
-
-
-def _pairs(group: Group, parts: Sequence[Tensor]) -> list[tuple[Linear, Tensor]]:
-    return list(zip(group, parts, strict=True))

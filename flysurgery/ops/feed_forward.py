@@ -98,7 +98,10 @@ class FeedForward(NamedTuple):
         if takes_few_rows(x, (up,), norm) and takes_few_rows(x, (down,), inner):
             first = "up and activation" if norm is None else "norm, up and activation"
             last = " and ".join([*(["inner norm, down"] if inner else ["down"]), *self._added])
-            return Stage((first,), _first_of_few_rows), Stage((last,), _last_of_few_rows)
+            return (
+                Stage((first,), lambda y, x, block: few_rows_linear(y, block.norm, (block.up,), block.activation)),
+                Stage((last,), lambda y, x, block: _last_of_few_rows(y, x, block, block.inner)),
+            )
         if norms_reason is None and takes_few_rows(x, (up,)) and takes_few_rows(x, (down,)):
             first = Stage(("up and activation",), lambda y, x, block: few_rows_linear(y, None, (block.up,), block.activation))
             return *_before(norm), first, *before_last, _last(x, self)
@@ -106,12 +109,15 @@ class FeedForward(NamedTuple):
         whole = whole_reason(x, norm, up, down) if inner is None else whole
         if isinstance(up, FusedFactors) and isinstance(down, FusedFactors):
             if whole is None:
-                return (Stage(("the whole block",), _whole),)
+                return (Stage(("the whole block",), lambda y, x, block: like(x, run_ffn(rows_of(x), *block[:6]))),)
             if inner is None and takes_ffn(x, up, down):
-                return norms_reason or (Stage(wide_ffn_launches(x, norm, up, down, self.scale, residual), _by_factors),)
-        launches = norms_reason or epilogue_reason(x, up)
-        if launches is not None:
-            return f"{whole}; {launches}"
+                if norms_reason is not None:
+                    return norms_reason
+                launches = wide_ffn_launches(x, norm, up, down, self.scale, residual)
+                return (Stage(launches, lambda y, x, block: like(x, run_wide_ffn(rows_of(x), *block[:6], block.moments))),)
+        apart = norms_reason or epilogue_reason(x, up)
+        if apart is not None:
+            return f"{whole}; {apart}"
         return *_first(x, norm, up), *before_last, _last(x, self)
 
     def plainly(self, x: Tensor) -> Tensor:
@@ -187,19 +193,14 @@ def _last(x: Tensor, block: FeedForward) -> Stage:
     added = block._added
     launch = " and ".join(["down", *added])
     if takes_few_rows(x, (block.down,)):
-        return Stage((launch,), lambda y, x, block: few_rows_linear(y, None, (block.down,), "none", block.added_to(x), block.scale))
+        return Stage((launch,), lambda y, x, block: _last_of_few_rows(y, x, block, None))
     if epilogue_reason(x, block.down, fast=True) is None:
         return Stage((launch,), lambda y, x, block: linear_epilogue(y, block.down, "none", block.added_to(x), block.scale))
     return Stage(("down", *([" and ".join(added)] if added else [])), _multiplied_and_added)
 
 
-def _first_of_few_rows(y: Tensor, x: Tensor, block: FeedForward) -> Tensor:
-    assert not isinstance(block.up, Gated), "the stages say so"
-    return few_rows_linear(y, block.norm, (block.up,), block.activation)
-
-
-def _last_of_few_rows(y: Tensor, x: Tensor, block: FeedForward) -> Tensor:
-    return few_rows_linear(y, block.inner, (block.down,), "none", block.added_to(x), block.scale)
+def _last_of_few_rows(y: Tensor, x: Tensor, block: FeedForward, inner: Norm | None) -> Tensor:
+    return few_rows_linear(y, inner, (block.down,), "none", block.added_to(x), block.scale)
 
 
 def _multiplied_and_added(hidden: Tensor, x: Tensor, block: FeedForward) -> Tensor:
@@ -208,15 +209,3 @@ def _multiplied_and_added(hidden: Tensor, x: Tensor, block: FeedForward) -> Tens
         return y if residual is None else residual + y
     scale = scale.to(y.dtype)
     return y * scale if residual is None else torch.addcmul(residual, y, scale)
-
-
-def _whole(y: Tensor, x: Tensor, block: FeedForward) -> Tensor:
-    norm, up, down, activation, scale, residual, _, _ = block
-    assert isinstance(up, FusedFactors) and isinstance(down, FusedFactors), "the stages say so"
-    return like(x, run_ffn(rows_of(x), norm, up, down, activation, scale, residual))
-
-
-def _by_factors(y: Tensor, x: Tensor, block: FeedForward) -> Tensor:
-    norm, up, down, activation, scale, residual, _, moments = block
-    assert isinstance(up, FusedFactors) and isinstance(down, FusedFactors), "the stages say so"
-    return like(x, run_wide_ffn(rows_of(x), norm, up, down, activation, scale, residual, moments))

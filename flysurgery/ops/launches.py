@@ -51,7 +51,7 @@ def linear_epilogue(
     added = None if residual is None else rows_of(residual)
     if isinstance(linear, Dense):
         return like(x, run_dense(rows_of(x), linear, activation, added, scale, mode_for(x)))
-    return like(x, _fused(rows_of(x), None, (linear,), None, activation, added, scale))
+    return like(x, run_fused_linears(rows_of(x), None, (linear,), None, activation, added, scale, mode_for(x)))
 
 
 def epilogue_reason(x: Tensor, linear: Linear, *, fast: bool = False) -> str | None:
@@ -64,18 +64,6 @@ def epilogue_reason(x: Tensor, linear: Linear, *, fast: bool = False) -> str | N
     return fused_reason(linear.architecture, mode_for(x), 1, shared_limit_of(x.device.index))
 
 
-def _fused(
-    x: Tensor,  # shape: (rows, in_features)
-    norm: Norm | None,
-    group: Sequence[FusedFactors],
-    gate: int | None,
-    activation: str,
-    residual: Tensor | None = None,  # shape: (rows, sum of all out_features)
-    scale: Tensor | None = None,  # shape: (sum of all out_features,)
-) -> Tensor:  # shape: (rows, sum of all out_features), half of them where gated
-    return run_fused_linears(x, norm, group, gate, activation, residual, scale, mode_for(x))
-
-
 def fused_norm_linear(
     x: Tensor,  # shape: (*batch, in_features)
     norm: Norm,
@@ -83,7 +71,7 @@ def fused_norm_linear(
     activation: str,
 ) -> Tensor:  # shape: (*batch, sum of all out_features)
     """A norm and activated linears of one architecture, their outputs side by side, where ``in_one_launch`` holds."""
-    return _fused(x, norm, group, None, activation)
+    return run_fused_linears(x, norm, group, None, activation, None, None, mode_for(x))
 
 
 def in_one_launch(x: Tensor, group: Sequence[FusedFactors]) -> bool:
@@ -146,7 +134,7 @@ def gated_factors(x: Tensor, norm: Norm | None, up: Gated, activation: str) -> T
     """``activation(gate) * value`` of one layer of factors, with the norm before it where there is one, if ``takes_gated_factors``."""
     (both,) = up.members
     assert isinstance(both, FusedFactors), "the stages say so"
-    return like(x, _fused(rows_of(x), norm, (both,), up.gate, activation))
+    return like(x, run_fused_linears(rows_of(x), norm, (both,), up.gate, activation, None, None, mode_for(x)))
 
 
 def takes_gated_factors(x: Tensor, norm: bool, both: FusedFactors) -> bool:
