@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,11 +15,9 @@ from torch.backends import cudnn
 
 from flysurgery.errors import OptionError
 from flysurgery.gpu.modes import MODES
-from flysurgery.inference.clock import between_events, no_waiting
+from flysurgery.inference.clock import Sample, all_calls, between_events, copies_beyond_cache, in_turns
 
 Run = Callable[[Tensor], Any]
-Sample = Callable[[], float]
-"""Takes one sample; gives the milliseconds of one call."""
 
 TIMED_MODES = {mode: MODES[mode] for mode in ("fp32", "tf32", "fp16", "bf16")}
 """The name of each mode and the dtype of its tensors. ``fp32`` and ``tf32`` differ in what CUDA may round products to."""
@@ -85,7 +82,7 @@ def time_interleaved(
     inputs = x if isinstance(x, Mapping) else dict.fromkeys(candidates, x)
     on_cuda = any(each.is_cuda for each in inputs.values())
     pool = torch.cuda.graph_pool_handle() if on_cuda and launch == "graph" else None
-    copies: dict[int, list[Tensor]] = {}
+    copies: dict[int, list[tuple[Tensor]]] = {}
     samplers: dict[str, Sample] = {}
     launches: dict[str, str] = {}
     for name, run in candidates.items():
@@ -99,19 +96,9 @@ def time_interleaved(
         samplers[name] = between_events(calls, len(copies[id(own)]))
     if on_cuda:
         _warm_up(list(samplers.values()), WARM_UP_SECONDS if seconds is None else min(WARM_UP_SECONDS, seconds * len(samplers)))
-    samples: dict[str, list[float]] = {name: [] for name in candidates}
-    spent = dict.fromkeys(candidates, 0.0)
-    order, shuffle = list(candidates), random.Random(seed).shuffle
-    for _ in range(rounds):
-        shuffle(order)
-        for name in order:
-            if seconds is not None and spent[name] > seconds and len(samples[name]) >= FEWEST_ROUNDS:
-                continue
-            start = time.perf_counter()
-            samples[name].append(samplers[name]())
-            spent[name] += time.perf_counter() - start
+    samples = in_turns(list(samplers.values()), rounds, fewest=FEWEST_ROUNDS, seconds=seconds, seed=seed)
     found: dict[str, Timing] = {}
-    for name, values in samples.items():
+    for name, values in zip(samplers, samples, strict=True):
         lower, middle, upper = quantiles(values, n=4, method="inclusive")
         found[name] = Timing(middle, lower, upper, launches[name])
     return found
@@ -124,17 +111,15 @@ def _warm_up(samplers: Sequence[Sample], seconds: float) -> None:
         before, now = now, sum(sample() for sample in samplers)
 
 
-def rotating(x: Tensor) -> list[Tensor]:
-    """Give ``x`` and copies of it, together larger than the L2 cache; on the CPU x alone.
+def rotating(x: Tensor) -> list[tuple[Tensor]]:
+    """Give ``x`` and copies of it, each as the inputs of one call, together larger than the L2 cache; on the CPU x alone.
 
     Copies of an inference tensor are inference tensors: a compiler would make another graph for any others during the capture.
     """
     if not x.is_cuda:
-        return [x]
-    cache_bytes = torch.cuda.get_device_properties(x.device).L2_cache_size
-    copies = min(MOST_INPUTS - 1, CACHE_MULTIPLE * cache_bytes // max(1, x.nbytes))
+        return [(x,)]
     with torch.inference_mode(x.is_inference()):
-        return [x, *(x.clone() for _ in range(copies))]
+        return [(x,), *((x.clone(),) for _ in range(copies_beyond_cache((x,), CACHE_MULTIPLE, MOST_INPUTS) - 1))]
 
 
 def sampler_by_clock(run: Run, x: Tensor) -> Sample:
@@ -162,54 +147,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for a GPU, of whatever kind; calls on a CPU end when they return."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def all_calls(run: Run, inputs: Sequence[Tensor], launch: str, pool: Any) -> tuple[Callable[[], None], str]:
-    """Give one call for each CUDA input as one piece of work, and how it is launched.
-
-    That is the replay of a captured graph where ``launch`` is ``graph`` and ``run`` can be captured, and single launches elsewhere.
-    """
-    if launch == "graph":
-        try:
-            return captured(run, inputs, pool).replay, "graph"
-        except RuntimeError:  # an operation waits for the device
-            torch.cuda.synchronize()
-
-    def calls() -> None:
-        for x in inputs:
-            run(x)
-
-    for _ in range(3):
-        run(inputs[0])
-    return calls, "eager"
-
-
-def captured(run: Run, inputs: Sequence[Tensor], pool: Any) -> torch.cuda.CUDAGraph:
-    """Capture a graph of one call for each input.
-
-    All outputs of one graph lie in different places, so that none is found in the cache. Graphs of one ``pool`` use the same memory one
-    after the other, so their outputs must not be read.
-
-    Raises:
-        RuntimeError: ``run`` waits for the device. This is checked before the capture, because a failed capture leaves PyTorch's random
-            numbers and its memory pool unusable.
-    """
-    stream = torch.cuda.Stream(inputs[0].device)
-    stream.wait_stream(torch.cuda.current_stream(inputs[0].device))
-    with torch.cuda.stream(stream):
-        try:
-            with no_waiting():
-                run(inputs[0])
-        except RuntimeError:  # only the first call may wait
-            run(inputs[0])
-            with no_waiting():
-                run(inputs[0])
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, pool=pool):
-        outputs = [run(x) for x in inputs]
-    del outputs
-    return graph
 
 
 def modes_of(text: str, device: torch.device) -> tuple[str, ...]:

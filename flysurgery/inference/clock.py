@@ -1,4 +1,4 @@
-"""Finds the fastest of several ways by a short measurement. It serves a choice and is no benchmark."""
+"""Times ways to compute one thing, in turns; and finds the fastest of several by a short measurement, for a choice."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from flysurgery.ops import taking
 
 Way = Callable[..., Any]
 Shapes = tuple[tuple[int, ...], ...]
+Sample = Callable[[], float]
+"""Takes one sample; gives the milliseconds of one call."""
 
 ROUNDS = 9
 """Samples of each way at least. Their median is one of the middle ones, so a few that something else delayed do not count."""
 MOST_ROUNDS, OTHER_SECONDS = 101, 0.05
-"""Elsewhere than on CUDA, short calls are timed more often: up to so many times, or so many seconds for each way."""
+"""Elsewhere than on CUDA, short calls are timed more often: each way up to so many times, or so many seconds."""
 CACHE_MULTIPLE = 2
 """On CUDA, the inputs of one sample are together this many times larger than the L2 cache."""
 MOST_COPIES = 64
 """The most inputs of one sample of a whole model. Its weights fill the cache anyway, and capturing hundreds of forwards takes long."""
-
 
 MOST_BACKWARD = 4
 """The same for forward and backward, whose activations fill it as well."""
@@ -50,20 +51,40 @@ def medians_ms(
         most_copies: bounds the inputs of one sample, for ways whose weights fill the cache by themselves.
         captured: whether calls are captured where that is possible.
     """
-    on_cuda = inputs[0].is_cuda
-    samplers = _cuda_samplers(ways, inputs, most_copies, captured) if on_cuda else [_sampler(way, inputs) for way in ways]
-    times: list[list[float]] = [[] for _ in ways]
-    order, shuffle = list(range(len(ways))), random.Random(0).shuffle
-    rounds, started = 0, time.perf_counter()
-    while rounds < ROUNDS or (not on_cuda and rounds < MOST_ROUNDS and time.perf_counter() - started < OTHER_SECONDS * len(ways)):
-        rounds += 1
+    if not inputs[0].is_cuda:
+        samples = in_turns([_sampler(way, inputs) for way in ways], MOST_ROUNDS, fewest=ROUNDS, seconds=OTHER_SECONDS)
+        return tuple(map(median, samples))
+    count = copies_beyond_cache(inputs, CACHE_MULTIPLE, most_copies)
+    copies = [tuple(each.clone() for each in inputs) for _ in range(count)]
+    stream, pool = _stream_beside(inputs[0].device), torch.cuda.graph_pool_handle()
+    by_graph = captured and not any(_waits(way, copies[0], stream) for way in ways)
+    with taking():
+        works = [_captured(way, copies, stream, pool) if by_graph else _one_by_one(way, copies) for way in ways]
+    samplers = [between_events(work, count) for work in works]
+    for sample in samplers:
+        sample()
+    return tuple(map(median, in_turns(samplers, ROUNDS)))
+
+
+def in_turns(samplers: Sequence[Sample], rounds: int, *, fewest: int = 1, seconds: float | None = None, seed: int = 0) -> list[list[float]]:
+    """The samples of each: every round takes one of all, in a new order, so that drift affects all alike.
+
+    One that has taken longer than ``seconds`` altogether and has ``fewest`` samples gets no more.
+    """
+    samples, spent = [list[float]() for _ in samplers], [0.0] * len(samplers)
+    order, shuffle = list(range(len(samplers))), random.Random(seed).shuffle
+    for _ in range(rounds):
         shuffle(order)
         for index in order:
-            times[index].append(samplers[index]())
-    return tuple(median(each) for each in times)
+            if seconds is not None and spent[index] > seconds and len(samples[index]) >= fewest:
+                continue
+            start = time.perf_counter()
+            samples[index].append(samplers[index]())
+            spent[index] += time.perf_counter() - start
+    return samples
 
 
-def _sampler(way: Way, inputs: Sequence[Tensor]) -> Callable[[], float]:
+def _sampler(way: Way, inputs: Sequence[Tensor]) -> Sample:
     def sample() -> float:
         start = time.perf_counter()
         way(*inputs)
@@ -73,35 +94,74 @@ def _sampler(way: Way, inputs: Sequence[Tensor]) -> Callable[[], float]:
     return sample
 
 
-def _cuda_samplers(ways: Sequence[Way], inputs: Sequence[Tensor], most_copies: int | None, captured: bool) -> list[Callable[[], float]]:
-    device = inputs[0].device
-    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    count = 1 + CACHE_MULTIPLE * cache_bytes // max(1, sum(each.nbytes for each in inputs))
-    copies = [tuple(each.clone() for each in inputs) for _ in range(min(count, most_copies or count))]
+def copies_beyond_cache(inputs: Sequence[Tensor], multiple: int, most: int | None) -> int:
+    """How many copies of CUDA inputs are together ``multiple`` times larger than the L2 cache, and one more; at most ``most``."""
+    cache_bytes = torch.cuda.get_device_properties(inputs[0].device).L2_cache_size
+    count = 1 + multiple * cache_bytes // max(1, sum(each.nbytes for each in inputs))
+    return min(count, most or count)
+
+
+def all_calls(way: Way, inputs: Sequence[Sequence[Tensor]], launch: str, pool: Any) -> tuple[Callable[[], None], str]:
+    """Give one call for each of the CUDA inputs as one piece of work, and how it is launched.
+
+    That is the replay of a captured graph where ``launch`` is ``graph`` and ``way`` can be captured, and single launches elsewhere.
+    """
+    if launch == "graph":
+        stream = _stream_beside(inputs[0][0].device)
+        try:
+            if not _waits(way, inputs[0], stream):
+                return _captured(way, inputs, stream, pool), "graph"
+        except RuntimeError:  # a graph cannot hold one of its operations
+            torch.cuda.synchronize()
+    return _one_by_one(way, inputs), "eager"
+
+
+def _one_by_one(way: Way, inputs: Sequence[Sequence[Tensor]]) -> Callable[[], None]:
+    def calls() -> None:
+        for each in inputs:
+            way(*each)
+
+    for _ in range(3):
+        way(*inputs[0])
+    return calls
+
+
+def _waits(way: Way, inputs: Sequence[Tensor], stream: torch.cuda.Stream) -> bool:
+    """Whether a call, not one of the first, waits for the device, so that no graph can hold it.
+
+    This is checked before a capture, because a failed one leaves PyTorch's random numbers and its memory pool unusable.
+    """
+    waits = False
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            way(*inputs)
+        with no_waiting():
+            try:
+                way(*inputs)
+            except RuntimeError:
+                waits = True
+    stream.synchronize()
+    return waits
+
+
+def _captured(way: Way, inputs: Sequence[Sequence[Tensor]], stream: torch.cuda.Stream, pool: Any) -> Callable[[], None]:
+    """The replay of a graph of one call for each input.
+
+    All outputs of one graph lie in different places, so that none is found in the cache. Graphs of one ``pool`` use the same memory one
+    after the other, so their outputs must not be read.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, pool=pool):
+        results = [way(*each) for each in inputs]
+    del results
+    return graph.replay
+
+
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """Another stream, which goes on where the current one is."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for way in ways:
-            for _ in range(2):
-                way(*copies[0])
-        waiting = not captured or any(_waits(way, copies[0]) for way in ways)
-    stream.synchronize()
-    pool = torch.cuda.graph_pool_handle()
-    works = [_eager(way, copies) if waiting else _captured(way, copies, stream, pool) for way in ways]
-    samplers = [between_events(work, len(copies)) for work in works]
-    for sample in samplers:
-        sample()
-    return samplers
-
-
-def _waits(way: Way, inputs: Sequence[Tensor]) -> bool:
-    """Whether a call waits for the device, so that no graph can hold it. Checked before a capture, because a failed one does damage."""
-    with no_waiting():
-        try:
-            way(*inputs)
-        except RuntimeError:
-            return True
-    return False
+    return stream
 
 
 @contextmanager
@@ -117,24 +177,7 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _eager(way: Way, copies: Sequence[tuple[Tensor, ...]]) -> Callable[[], None]:
-    def work() -> None:
-        for each in copies:
-            way(*each)
-
-    return work
-
-
-def _captured(way: Way, copies: Sequence[tuple[Tensor, ...]], stream: torch.cuda.Stream, pool: Any) -> Callable[[], None]:
-    """A graph of one call for each of the copies. Graphs of one pool share memory, so their results must not be read."""
-    graph = torch.cuda.CUDAGraph()
-    with taking(), torch.cuda.graph(graph, stream=stream, pool=pool):
-        results = [way(*each) for each in copies]
-    del results
-    return graph.replay
-
-
-def between_events(work: Callable[[], None], calls: int) -> Callable[[], float]:
+def between_events(work: Callable[[], None], calls: int) -> Sample:
     """Milliseconds of one call, where ``work`` is a number of calls on CUDA's current stream."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
