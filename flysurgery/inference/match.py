@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import Node
 
+from flysurgery.inference.fused_modules import Parameter
 from flysurgery.inference.graph import UnfitError, half_of, sole_user, summands
 from flysurgery.walker import Call, Survey, is_in_place, name_of, shape_of
-
-_ACTIVATIONS = {"gelu": "gelu", "silu": "silu"}
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class Held:
     fqn: str
     leaf: str
 
-    def of(self, model: nn.Module) -> tuple[nn.Module, str]:
-        """The module in ``model``, and the parameter's name in it."""
-        return model.get_submodule(self.fqn), self.leaf
+    def of(self, model: nn.Module) -> Parameter:
+        """The parameter in ``model``."""
+        return Parameter(model.get_submodule(self.fqn), self.leaf)
 
 
 def held_of(seen: Survey, node: Node) -> Held | None:
@@ -383,7 +382,9 @@ def _operand(node: Node) -> Node:
 
 def _activation(node: Node) -> str | None:
     name = name_of(node)
-    return "gelu_tanh" if name == "gelu" and node.kwargs.get("approximate") == "tanh" else _ACTIVATIONS.get(name)
+    if name == "gelu" and node.kwargs.get("approximate") == "tanh":
+        return "gelu_tanh"
+    return name if name in ("gelu", "silu") else None
 
 
 def _is_plain(call: Call) -> bool:

@@ -156,7 +156,7 @@ class _Builder:
             shapes = tuple(shape for each in attention.args[:3] if isinstance(each, Node) and (shape := shape_of(each)) is not None)
             candidates["attention"] = Candidate("attention", part.attention, step, shapes)
         out, scale = part.out, part.out.tail.scale
-        step = Step(ops.LinearResidual(self.module(out.linear), Input(0), scale and Parameter(*scale.of(self.model))))
+        step = Step(ops.LinearResidual(self.module(out.linear), Input(0), scale and scale.of(self.model)))
         return candidates | {"attn_out": Candidate("attn_out", out.linear, step, (_rows(out.source), _rows(out.branch)))}
 
     def _part(self, part: BlockPart, form: Form, own: Own, new: Mapping[str, StandIn]) -> FusedPart:
@@ -201,7 +201,7 @@ class _Builder:
         return self._pair(group.norm.fqn, group.linear, candidate)
 
     def _feed_forward(self, group: FeedForwardGroup, *, whole: bool = False) -> Candidate:
-        scale = Parameter(*group.tail.scale.of(self.model)) if whole and group.tail.scale is not None else None
+        scale = group.tail.scale.of(self.model) if whole and group.tail.scale is not None else None
         first, down = tuple(map(self.module, group.first)), self.module(group.second)
         up = first[0] if group.gate is None else ops.Gated(first, group.gate)
         inner = group.inner and self._norm(group.inner)
@@ -237,8 +237,7 @@ class _Builder:
         """
         module = self.module(group.fqn)
         together = Together(module, METHOD, group.patches)
-        position = group.position and Parameter(*group.position.of(module))
-        prefix = tuple(Parameter(*each.of(module)) for each in group.prefix)
+        position, prefix = group.position and group.position.of(module), tuple(each.of(module) for each in group.prefix)
         weight, bias = self._convolution(below(group.fqn, group.convolution))
         step = EmbeddingStep(ops.PatchEmbedding(weight, bias, position, prefix), together, group.image)
         candidate = Candidate("patches", fqn, step, (self._image(fqn),))

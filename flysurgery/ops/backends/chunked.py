@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
@@ -12,7 +13,6 @@ from torch import Tensor
 from flysurgery.factors import architecture_of, to_blocks
 from flysurgery.ops.backend import Backend
 from flysurgery.ops.backends.pytorch import BmmBackend
-from flysurgery.ops.backends.scratch import SCRATCH_BYTES, scratch_memory
 from flysurgery.ops.problem import Problem
 from flysurgery.patterns import Pattern
 from flysurgery.torch_state import is_exporting, is_tracing
@@ -25,6 +25,9 @@ The second is for bfloat16, chosen by trials of which no rows are kept.
 
 MOST_IDLE = 1.25
 """The largest accepted ratio of a batched product's thread time, busy or idle, to the time that its arithmetic needs."""
+
+SCRATCH_BYTES = 8 << 20
+"""The memory that each thread keeps: enough rows to keep BLAS busy, few enough for the cache."""
 
 
 class ChunkedBackend(Backend):
@@ -116,7 +119,7 @@ def _multiply(
     rows, widths = x.shape[0], [pattern.out_features + left.d for pattern, _ in inner] + [left.out_features]
     chunk = _chunk_rows(rows, sum(widths) * x.element_size())
     out = x.new_empty(rows, left.out_features)
-    scratch = scratch_memory(sum(widths) * chunk, x.dtype).split([width * chunk for width in widths])
+    scratch = _scratch_memory(sum(widths) * chunk, x.dtype).split([width * chunk for width in widths])
     for start in range(0, rows, chunk):
         columns = x[start : start + chunk].mT  # shape: (features, n)
         for (pattern, blocks), memory in zip(inner, scratch, strict=False):
@@ -128,6 +131,28 @@ def _multiply(
         if bias is not None and not bias_inside:
             result += bias
     return out
+
+
+class _Kept(threading.local):
+    memory: Tensor | None = None
+
+
+_kept = _Kept()
+
+
+def _scratch_memory(size: int, dtype: torch.dtype) -> Tensor:  # shape: (size,)
+    """Give memory with arbitrary content, which holds until this thread asks again.
+
+    The allocator returns memory of this size to the system at the end of a call, and new pages cost as much
+    as a small product. Larger requests than ``SCRATCH_BYTES`` are not kept.
+    """
+    nbytes = size * dtype.itemsize
+    if nbytes > SCRATCH_BYTES:
+        return torch.empty(size, dtype=dtype, device="cpu")
+    if _kept.memory is None:
+        with torch.inference_mode(False):  # what is made in inference mode cannot be written to outside it
+            _kept.memory = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device="cpu")
+    return _kept.memory[:nbytes].view(dtype)
 
 
 def _chunk_rows(rows: int, row_bytes: int) -> int:
