@@ -49,24 +49,24 @@ class UnknownLayerError(Exception):
 class Step(nn.Module):
     """A group of operators. ``enabled`` is false if the kernel must not be used although it could run.
 
-    ``given`` is its operation, with linear modules, ``Normalized``, ``Parameter`` and ``Input`` where this has tensors. The modules are the
-    step's children; ``held`` are the parameters that it reads of other modules. A step that ``trains`` serves calls with gradients, also
-    under autocast, and no others. A compiler does not trace a step: compiled code calls it from Python.
+    ``given`` is its operation, of ``kind``, with linear modules, ``Normalized``, ``Parameter`` and ``Input`` as its ``fields`` where an
+    operation has tensors. The modules are the step's children; ``held`` are the parameters that it reads of other modules. A step that
+    ``trains`` serves calls with gradients, also under autocast, and no others. A compiler does not trace a step: compiled code calls it
+    from Python.
     """
 
     enabled = True
     trains = False
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, kind: Callable[..., Any], *fields: Any) -> None:
         super().__init__()
-        self.given = given
-        self._kind = type(given)
-        self._leaves = pytree.tree_leaves(given, is_leaf=lambda each: isinstance(each, (Normalized, Parameter, Input)))
+        self._kind, self.given = kind, kind(*fields)
+        self._leaves = pytree.tree_leaves(self.given, is_leaf=lambda each: isinstance(each, (Normalized, Parameter, Input)))
         modules = [each.module if isinstance(each, Normalized) else each for each in self._leaves]
         self.layers = nn.ModuleList(each for each in modules if isinstance(each, nn.Module))
         self.held = [each for each in self._leaves if isinstance(each, Parameter)]
-        readers = [_linear if isinstance(each, nn.Module) else _READERS.get(type(each)) for each in given]
-        self._fields = list(zip(readers, given, strict=True))
+        readers = [_linear if isinstance(each, nn.Module) else _READERS.get(type(each)) for each in self.given]
+        self._fields = list(zip(readers, self.given, strict=True))
         self._own = [(read if read in (_input, _parameter) else None, value) for read, value in self._fields]
         self._repeating = ops.Repeating()
 
@@ -141,8 +141,8 @@ class PatchesStep(Step):
 class EmbeddingStep(Step):
     """Patches with their position and the tokens before them: the result of ``together`` for images of the traced size."""
 
-    def __init__(self, given: ops.PatchEmbedding, together: Together, image: tuple[int, ...]) -> None:
-        super().__init__(given)
+    def __init__(self, together: Together, image: tuple[int, ...], *fields: Any) -> None:
+        super().__init__(ops.PatchEmbedding, *fields)
         self.image = image
         self._together = (together,)  # in a tuple, so that it is no child: it holds the whole model
 
@@ -167,7 +167,7 @@ def _norm(value: Normalized, inputs: tuple[Tensor, ...]) -> Norm:
     return Norm(getattr(value.module, "weight", None), getattr(value.module, "bias", None), value.eps)
 
 
-def _gated(value: Gated, inputs: tuple[Tensor, ...]) -> Gated:
+def _gated(value: Any, inputs: tuple[Tensor, ...]) -> Gated:
     return Gated(tuple(map(_linear, value.members)), value.gate)
 
 
@@ -177,7 +177,7 @@ def _group(value: tuple[Any, ...], inputs: tuple[Tensor, ...]) -> tuple[Any, ...
         return tuple([getattr(*each) for each in value])
     (linear,) = value
     split = type(linear) is SplitLinear and is_plain(linear)
-    return tuple([_linear(part) for part in (linear._modules.values() if split else value)])
+    return tuple([_linear(part) for part in (linear._modules.values() if split else value)])  # pyright: ignore[reportArgumentType]
 
 
 def _linear(linear: nn.Module, inputs: tuple[Tensor, ...] = ()) -> ops.Linear:

@@ -152,11 +152,11 @@ class _Builder:
         attention = attention_among(self.found.inside(part.attention))
         if attention is not None:
             scale = attention.kwargs.get("scale")
-            step = Step(ops.Attention(Input(0), Input(1), scale if isinstance(scale, float) else None))
+            step = Step(ops.Attention, Input(0), Input(1), scale if isinstance(scale, float) else None)
             shapes = tuple(shape for each in attention.args[:3] if isinstance(each, Node) and (shape := shape_of(each)) is not None)
             candidates["attention"] = Candidate("attention", part.attention, step, shapes)
         out, scale = part.out, part.out.tail.scale
-        step = Step(ops.LinearResidual(self.module(out.linear), Input(0), scale and scale.of(self.model)))
+        step = Step(ops.LinearResidual, self.module(out.linear), Input(0), scale and scale.of(self.model))
         return candidates | {"attn_out": Candidate("attn_out", out.linear, step, (_rows(out.source), _rows(out.branch)))}
 
     def _part(self, part: BlockPart, form: Form, own: Own, new: Mapping[str, StandIn]) -> FusedPart:
@@ -191,7 +191,7 @@ class _Builder:
         return FusedAttended(before, inner, attending, own["attn_out"].step, form.handed[part.attention])
 
     def _projection(self, group: ProjectionGroup) -> Candidate:
-        step = Step(ops.NormLinears(self._norm(group.norm), (self.module(group.linear),)))
+        step = Step(ops.NormLinears, self._norm(group.norm), (self.module(group.linear),))
         return Candidate("qkv", group.linear, step, (_rows(group.source),))
 
     def _lone_projection(self, group: ProjectionGroup, candidate: Candidate) -> Replacement:
@@ -203,9 +203,9 @@ class _Builder:
     def _feed_forward(self, group: FeedForwardGroup, *, whole: bool = False) -> Candidate:
         scale = group.tail.scale.of(self.model) if whole and group.tail.scale is not None else None
         first, down = tuple(map(self.module, group.first)), self.module(group.second)
-        up = first[0] if group.gate is None else ops.Gated(first, group.gate)
+        up = first[0] if group.gate is None else ops.Gated(first, group.gate)  # pyright: ignore[reportArgumentType]
         inner = group.inner and self._norm(group.inner)
-        step = Step(ops.FeedForward(self._norm(group.norm), up, down, group.activation, scale, whole, inner, Input(0)))
+        step = Step(ops.FeedForward, self._norm(group.norm), up, down, group.activation, scale, whole, inner, Input(0))
         return Candidate("ffn", group.second, step, (_rows(group.source),))
 
     def _lone_feed_forward(self, group: FeedForwardGroup, candidate: Candidate) -> Replacement:
@@ -222,8 +222,7 @@ class _Builder:
         return self._pair(group.norm.fqn, behind, candidate)
 
     def _patches(self, patches: Patches) -> Candidate:
-        weight, bias = self._convolution(patches.fqn)
-        step = PatchesStep(ops.PatchEmbedding(weight, bias, image=True))
+        step = PatchesStep(ops.PatchEmbedding, *self._convolution(patches.fqn), None, (), True)  # no position, no tokens, as an image
         return Candidate("patches", patches.fqn, step, (self._image(patches.fqn),))
 
     def _lone_patches(self, patches: Patches, candidate: Candidate) -> Replacement:
@@ -238,8 +237,8 @@ class _Builder:
         module = self.module(group.fqn)
         together = Together(module, METHOD, group.patches)
         position, prefix = group.position and group.position.of(module), tuple(each.of(module) for each in group.prefix)
-        weight, bias = self._convolution(below(group.fqn, group.convolution))
-        step = EmbeddingStep(ops.PatchEmbedding(weight, bias, position, prefix), together, group.image)
+        convolution = self._convolution(below(group.fqn, group.convolution))
+        step = EmbeddingStep(together, group.image, *convolution, position, prefix)
         candidate = Candidate("patches", fqn, step, (self._image(fqn),))
         called = [module.get_submodule(each) for each in group.called]
 

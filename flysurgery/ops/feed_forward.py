@@ -114,7 +114,7 @@ class FeedForward(NamedTuple):
                 if norms_reason is not None:
                     return norms_reason
                 launches = wide_ffn_launches(x, norm, up, down, self.scale, residual)
-                return (Stage(launches, lambda y, x, block: like(x, run_wide_ffn(rows_of(x), *block[:6], block.moments))),)
+                return (Stage(launches, lambda y, x, block: like(x, run_wide_ffn(rows_of(x), *block[:6], moments=block.moments))),)
         apart = norms_reason or epilogue_reason(x, up)
         if apart is not None:
             return f"{whole}; {apart}"

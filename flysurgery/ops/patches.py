@@ -55,8 +55,10 @@ class PatchEmbedding(NamedTuple):
 
     def stages(self, x: Tensor) -> Stages | str:
         mode, (features, channels, high, wide) = present_mode(x.dtype), self.weight.shape
-        in_place = mode is not None and patches_obstacle(high, wide, channels, features, mode, x.device.index) is None
-        stage = Stage((), partial(_in_place, mode=mode) if in_place else _copied)
+        if mode is not None and patches_obstacle(high, wide, channels, features, mode, x.device.index) is None:
+            stage = Stage((), partial(_in_place, mode=mode))
+        else:
+            stage = Stage((), _copied)
         return (stage, Stage((), _as_image)) if self.image else (stage,)
 
     def plainly(self, x: Tensor) -> Tensor:
