@@ -55,7 +55,7 @@ def takes_group(x: Tensor, group: Sequence[FusedFactors], together: bool) -> boo
         together: whether a kernel takes them in one launch.
     """
     architecture, features = group[0].architecture, x.shape[-1]
-    between = max(architecture.inner_features)
+    between = max(architecture.inner_features, default=0)
     if together and between <= WIDEST_TOGETHER and x.numel() >= ROWS_TOGETHER * between * features:
         return False
     return features >= NARROWEST_GROUP and wide_group_obstacle(architecture, len(group), x.dtype, x.device.index) is None

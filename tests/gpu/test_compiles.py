@@ -41,7 +41,7 @@ from flysurgery.ops import (
     run,
     ways,
 )
-from flysurgery.patterns import Architecture, gonon, monarch
+from flysurgery.patterns import Architecture, Pattern, gonon, monarch
 from tests.gpu import gpu_blocks
 from tests.gpu.gpu_blocks import affine, dense, layer, normal
 from tests.patterns.strategies import pairs
@@ -262,7 +262,10 @@ def layers(draw: st.DrawFn, dtype: torch.dtype) -> tuple[Linear, Linear]:
     def linear(architecture: Architecture) -> Linear:
         if draw(st.booleans()):
             return Dense(torch.ones(architecture.shape, dtype=dtype), None)
-        return FusedFactors(tuple(torch.ones(pattern.factor_shape, dtype=dtype) for pattern in architecture), None)
+        patterns = architecture.patterns
+        if draw(st.integers(0, 3)) == 0:
+            patterns = (Pattern(1, architecture.out_features, architecture.in_features, 1),)
+        return FusedFactors(tuple(torch.ones(pattern.factor_shape, dtype=dtype) for pattern in patterns), None)
 
     return linear(up), linear(up.transpose)
 
