@@ -67,7 +67,7 @@ def derived(
     if capturing and any(source.is_inference() or (follows and source.requires_grad) for source in sources):
         return _make(make)
     if any(map(Tensor.is_inference, sources)):
-        return _make_to_keep(make, sources[0].device)
+        return make_to_keep(make, sources[0].device)
     key = (sources[0].data_ptr(), len(sources), token)
     stamps: list[Stamp] = [(id(each), each.data_ptr(), each._version, each.dtype, each.shape, each.stride()) for each in sources]
     entry = _entries.get(key)
@@ -80,7 +80,7 @@ def derived(
         return entry.tensors
     if capturing:
         return _make(make)
-    trust, tensors = Trust(sources), _make_to_keep(make, sources[0].device)
+    trust, tensors = Trust(sources), make_to_keep(make, sources[0].device)
     if any(source.nbytes < source.untyped_storage().nbytes() for source in sources):
         return tensors
     captured = entry is not None and entry.captured
@@ -117,7 +117,7 @@ def _make(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         return make()
 
 
-def _make_to_keep(make: Callable[[], tuple[Tensor, ...]], device: torch.device) -> tuple[Tensor, ...]:
+def make_to_keep(make: Callable[[], tuple[Tensor, ...]], device: torch.device) -> tuple[Tensor, ...]:
     """Make tensors that outlive the call, in PyTorch's general memory pool.
 
     Graphs of ``torch.compile`` warm up in a pool of their own, and later roll it back, even if tensors in it are still held. The

@@ -15,6 +15,7 @@ from flysurgery.factors import architecture_of, factors_to_dense, ks_einsum
 from flysurgery.gpu.device import kernels_take
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
+from flysurgery.gpu.weight_cache import make_to_keep
 from flysurgery.patterns import Architecture, Pattern
 
 _TILE, _THREADS_OF_GRADIENTS = 32, 512  # as the kernel of gradients has them
@@ -80,7 +81,8 @@ def macros(architecture: Architecture, dtype: torch.dtype, linears: int) -> dict
 @lru_cache(maxsize=256)
 def _table(make: Callable[[Architecture], list[Any]], architecture: Architecture, device_index: int) -> Tensor:
     """What ``make`` gives, in int32."""
-    return torch.tensor(make(architecture), dtype=torch.int32).to(torch.device("cuda", device_index))
+    device = torch.device("cuda", device_index)
+    return make_to_keep(lambda: (torch.tensor(make(architecture), dtype=torch.int32).to(device),), device)[0]
 
 
 def tiles_of(architecture: Architecture) -> list[list[int]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import BackendError
+from flysurgery.gpu import weight_space
 from flysurgery.gpu.weight_cache import forget_derived
 from flysurgery.ops import Problem, explain, ks_linear
 from flysurgery.ops.multiply import ks_linear_group
@@ -270,6 +271,7 @@ def test_replays_that_train_are_missed_until_forgotten() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("mode", [FP32_BY_FP16_PAIRS, BF16], ids=lambda mode: mode.name)
 def test_compiled_graphs_follow_training(mode: Arithmetic) -> None:
+    weight_space._table.cache_clear()  # it must not be made in the graph's memory
     layer, x = Layer(mode=mode), rows_of(300, mode)
     reference = copy.deepcopy(layer)
     compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
