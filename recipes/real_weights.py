@@ -62,7 +62,7 @@ from flysurgery.fidelity import Reconstruction
 
 BATCH, MODE = 128, "fp16"
 OPTIMIZED = "optimized"
-QUICK_PHOTOGRAPHS, QUICK_CROPS, QUICK_EACH, QUICK_MINUTES = 8, 20, 2, 0.4
+QUICK_PHOTOGRAPHS, QUICK_CROPS, QUICK_EACH, QUICK_MINUTES = 8, 20, 2, 0.7
 CHECKED_CROPS = 8
 MEASURES = ("cls", "patch", "relative_error", "iou", "correlation", "nearest")
 MARKS = dict(zip(STEPS, "xos^v", strict=True))

@@ -168,7 +168,7 @@ weights alone.
 INT8 = "Int8DynamicActivationInt8WeightConfig"
 """torchao's configuration for int8 weights, a scale for each row, and activations rounded at each call, a scale for each token."""
 
-QUICK = (DENSE, "monarch 4 plain", "monarch 4 calibrated", "monarch 4 reconstructed", "unstructured", "int8", "2:4")
+QUICK = (DENSE, "monarch 4 plain", "monarch 4 reconstructed", "unstructured", "int8", "2:4")
 TUNED = {
     "max_autotune": True,
     "coordinate_descent_tuning": True,
