@@ -37,8 +37,7 @@ from tests.support.tolerance import (
 pytestmark = pytest.mark.gpu
 
 SQUARE = Pattern(1, 384, 384, 1)
-FEW_ROWS = 256
-"""As many as the kernel for few rows takes at a time, of every layer here."""
+FEW_ROWS = 256  # as many as the kernel for few rows takes at a time, of every layer here
 
 
 @dataclass(frozen=True)
