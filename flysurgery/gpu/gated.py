@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from flysurgery.gpu.fused import readable
-from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
-from flysurgery.gpu.modes import DTYPE_NUMBERS, macros
+from flysurgery.gpu.kernel import current_stream, rows_kernel
+from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.replay.recording import fresh
 
 _THREADS = 256
@@ -45,9 +43,3 @@ def run_gated(
         *(gate, value, y, rows, *(part.stride(0) * part.element_size() for part in (gate, value))),
     )
     return y
-
-
-@lru_cache(maxsize=1024)
-def rows_kernel(name: str, features: int, dtype: torch.dtype, device_index: int, activation: str = "none", moments: bool = False) -> Kernel:
-    """A kernel of whole rows."""
-    return load_kernel(name, macros(columns=features, mode=dtype, activation=activation, moments=moments), device_index)

@@ -18,6 +18,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.bindings import cuda_module
 from flysurgery.gpu.cubins import find_cubin
+from flysurgery.gpu.modes import macros
 from flysurgery.gpu.replay.recording import present_recording
 from flysurgery.gpu.tensor_map import Boxes
 
@@ -37,6 +38,12 @@ _loading: dict[tuple[object, ...], threading.Lock] = {}
 def kernel_of(tile: Any, device_index: int, *options: object) -> Kernel:
     """The kernel ``tile.kernel`` with the macros ``tile.defines(*options)``, loaded. Raises as ``load_kernel``."""
     return load_kernel(tile.kernel, tile.defines(*options), device_index)
+
+
+@lru_cache(maxsize=1024)
+def rows_kernel(name: str, features: int, dtype: torch.dtype, device_index: int, activation: str = "none", moments: bool = False) -> Kernel:
+    """A kernel of whole rows."""
+    return load_kernel(name, macros(columns=features, mode=dtype, activation=activation, moments=moments), device_index)
 
 
 def load_kernel(name: str, defines: Mapping[str, int | str], device_index: int) -> Kernel:

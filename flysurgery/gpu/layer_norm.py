@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from flysurgery.gpu.device import kernels_take, multiprocessors_of
 from flysurgery.gpu.fused import packed, readable
-from flysurgery.gpu.gated import rows_kernel
-from flysurgery.gpu.kernel import current_stream, float_bits
+from flysurgery.gpu.kernel import current_stream, float_bits, rows_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.row_sums import sum_of_rows

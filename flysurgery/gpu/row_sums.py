@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from flysurgery.gpu.device import kernels_take, multiprocessors_of
 from flysurgery.gpu.fused import packed
-from flysurgery.gpu.gated import gated_obstacle, rows_kernel
-from flysurgery.gpu.kernel import current_stream
+from flysurgery.gpu.gated import gated_obstacle
+from flysurgery.gpu.kernel import current_stream, rows_kernel
 
 _WARPS, _LANES, _VECTOR_BYTES = 8, 32, 16
 _BLOCKS, _BLOCKS_OF_SUMS = 6, 1
