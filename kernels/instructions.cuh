@@ -43,6 +43,11 @@ __device__ __forceinline__ void load_now(Vector<8>& to, const char* from) {
     asm volatile("ld.global.v2.b32 {%0,%1}, [%2+%3];" : "=r"(to.w[0]), "=r"(to.w[1]) : "l"(from), "n"(BYTE) : "memory");
 }
 
+// A store that the compiler does not split, as it does to save moves.
+__device__ __forceinline__ void store_now(void* to, const Vector<16>& from) {
+    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(from.w[0]), "r"(from.w[1]), "r"(from.w[2]), "r"(from.w[3]) : "memory");
+}
+
 // Two floats to two halves of the mode, the first in the low half.
 __device__ __forceinline__ u32 round2(float low, float high) {
     u32 r;

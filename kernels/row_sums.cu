@@ -14,6 +14,12 @@ constexpr float kLog2e = 1.4426950408889634f;
 
 // act(v) and, in `slope`, its derivative.
 __device__ __forceinline__ float with_slope(float v, float& slope) {
+    if constexpr (ACTIVATION == 1 && MODE == 1) {  // as activation.cuh has it: bfloat16 is coarser than the hardware's tanh
+        const float square = v * v, s = fminf(0.25f * square, 16.0f);
+        const float share = fmaf(0.5f, fast_tanh(0.5f * v * fmaf(fmaf(-0.0112683984f, s, 0.29607574f), s, 1.59500737f)), 0.5f);
+        slope = fmaf(v, 0.39894228040143268f * exp2_fast(-0.5f * kLog2e * square), share);
+        return v * share;
+    }
     if constexpr (ACTIVATION == 1) {
         const float y = gelu(v), density = 0.39894228040143268f * exp2_fast(-0.5f * kLog2e * v * v);
         // act(v) = v * share, for the share of a normal variable below v

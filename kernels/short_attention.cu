@@ -18,7 +18,8 @@
 // Times beside PyTorch's, with the floor's share: recipes/results/kernels_h200.csv.
 //
 // Defines: MODE (0 fp16, 1 bf16), CHUNK (a multiple of 16, up to 208), CHUNKS, ROWS (a multiple of 16), TILES (of queries), SLOTS (5 or more),
-// LAST (1: the last of three tiles or more has up to 8 queries, multiplied apart).
+// LAST (1: the last of three tiles or more has up to 8 queries, multiplied apart), LOG_SUMS (1: log_sums, (all heads, queries), becomes the
+// logarithm of a query's sum of exponentials, by base 2, for attention_gradient.cu; else it is null).
 // Limits: sm_90a; keys up to CHUNK*CHUNKS, which is up to ROWS, and less than 16*CHUNKS fewer; queries up to ROWS; scale > 0; features adjacent,
 // rows at multiples of 16 bytes.
 #include "instructions.cuh"
@@ -75,7 +76,7 @@ __device__ __forceinline__ void multiply_values(float (&c)[4], u64 values, u64 w
 // of every eighth key, then sums of two queries and of two features. Weights, maxima and sums meet in shared memory from `met` on. The same
 // bytes served the head before: its last queries are done, as the warpgroup that multiplied them has taken another tile since, or is this
 // one, and turns follow each other.
-__device__ __forceinline__ void attend_last(const Ring& ring, int turn, u32 met, int barrier, int keys, float scale) {
+__device__ __forceinline__ void attend_last(const Ring& ring, int turn, u32 met, int barrier, int keys, float scale, float* log_sums, int queries) {
     constexpr int kKeyTiles = (kKeys + 63) / 64;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
     const int of_keys = 3 * turn, of_queries = of_keys + 1, of_values = of_keys + 2;
@@ -138,6 +139,8 @@ __device__ __forceinline__ void attend_last(const Ring& ring, int turn, u32 met,
         total[q] = 0.0f;
 #pragma unroll
         for (int w = 0; w < 4; ++w) total[q] += __uint_as_float(load_shared_one(sums + 32 * w + 8 * t + 4 * q));
+        const int query = (TILES - 1) * 64 + 2 * t + q;
+        if (LOG_SUMS && warp == 0 && g == 0 && query < queries) log_sums[query] = highest[q] * scale + __log2f(total[q]);
         const float by = reciprocal_fast(total[q]);
         const u32 both = round2(out[q] * by, out[2 + q] * by);  // of the features g and 8 + g of this warp's 16
         store_shared_half(query_rows + row_piece_at(2 * t + q, 2 * warp) + 2 * g, (u16)both);
@@ -148,7 +151,7 @@ __device__ __forceinline__ void attend_last(const Ring& ring, int turn, u32 met,
 
 extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
 short_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
-                const __grid_constant__ TensorMap y, i64 queries, i64 keys, i64 heads, i64 all_heads, int scale_bits) {
+                const __grid_constant__ TensorMap y, float* __restrict__ log_sums, i64 queries, i64 keys, i64 heads, i64 all_heads, int scale_bits) {
     extern __shared__ __align__(1024) char memory[];
     Ring ring;
     ring.slots = shared_address(memory), ring.arrived = ring.slots + SLOTS * kSlot + kSpare, ring.freed = ring.arrived + 8 * SLOTS;
@@ -211,7 +214,7 @@ short_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Ten
         ring.wait_arrived(of_queries);
         if (LAST && tile == TILES - 1) {
             named_barrier_arrive(turn_of(unit + 1), 256);
-            attend_last(ring, turn, met, 1 + warpgroup, (int)keys, scale);
+            attend_last(ring, turn, met, 1 + warpgroup, (int)keys, scale, log_sums + at * queries, (int)queries);
             continue;
         }
 
@@ -287,7 +290,8 @@ short_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Ten
         if (first < queries) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const float by = reciprocal_fast(over_quad_sum(total[h]));
+                const float sum = over_quad_sum(total[h]), by = reciprocal_fast(sum);
+                if (LOG_SUMS && t == 0 && first + g + 8 * h < queries) log_sums[at * queries + first + g + 8 * h] = most[h] * scale + __log2f(sum);
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n)
                     store_shared(query_rows + row_piece_at(first + g + 8 * h, n) + 4 * t, round2(out[n][2 * h] * by, out[n][2 * h + 1] * by));

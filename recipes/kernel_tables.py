@@ -4,11 +4,12 @@
 
 The tables:
 
-    attention         attention of halves in short sequences, for the sizes of timm's models, beside PyTorch's backends
-    norm_linear       a norm with q, k and v of a ViT-S/16 in one launch, beside dense and compiled
-    factor_gradients  the gradients of a layer's factors, for the layers of a ViT-S/16 block, beside einsum
-    fused_ffn         feed-forward blocks with norm and residual, beside separate operators, dense and compiled
-    few_rows          the parts of a block for 1 to 8 images, dense and converted
+    attention            attention of halves in short sequences, for the sizes of timm's models, beside PyTorch's backends
+    attention_gradients  the same with the gradient of q, k and v side by side
+    norm_linear          a norm with q, k and v of a ViT-S/16 in one launch, beside dense and compiled
+    factor_gradients     the gradients of a layer's factors, for the layers of a ViT-S/16 block, beside einsum
+    fused_ffn            feed-forward blocks with norm and residual, beside separate operators, dense and compiled
+    few_rows             the parts of a block for 1 to 8 images, dense and converted
 
 ``vits.py table6`` has linear layers, and ``vits.py table3`` blocks and gated feed-forward blocks. ``fused`` is what ``flysurgery.ops``
 chooses, ``composed`` the same by separate operators, ``dense`` PyTorch's operators with the matrices that the factors multiply to,
@@ -182,6 +183,38 @@ def block_part(
     return operation.case(x, runs, **how)
 
 
+def attention_gradients(place: Place, *, rows: int, tokens: int, width: int, mode: str) -> Case:
+    """Attention and the gradient of q, k and v, which lie side by side. x holds them and the gradient of the result."""
+    both = Drawn(place, mode).tensor(4 * rows * width)
+
+    def gradient(compute: Compute) -> Run:
+        def run(both: Tensor) -> Tensor:  # shape: (4 * rows * width,) -> (images, tokens, 3 * width)
+            x, dy = (
+                part.view(-1, tokens, features)
+                for part, features in zip(both.split((3 * rows * width, rows * width)), (3 * width, width), strict=True)
+            )
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                return torch.autograd.grad(_attention(compute, x), x, dy)[0]
+
+        return run
+
+    def attended(q: Tensor, given: Any) -> Tensor:
+        return ops.attended(q, given)
+
+    def by(backend: SDPBackend) -> Run:
+        def run(both: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return gradient(plainly)(both)
+
+        return run
+
+    runs = {"dense": gradient(plainly), "cudnn": by(SDPBackend.CUDNN_ATTENTION), "flash": by(SDPBackend.FLASH_ATTENTION)}
+    runs["cuda"] = gradient(attended)
+    work = Work(8 * rows * width * both.element_size(), 14 * rows * tokens * width)
+    return Case(runs, both, gradient(plainly)(both.double()), None, work)
+
+
 LAYERS: dict[str, tuple[Architecture, int]] = {
     "square": (gonon(384, 384), 1),
     "qkv": (gonon(384, 384), 3),
@@ -237,6 +270,14 @@ TABLES = {
         block_part,
         cases=[{"rows": images * tokens, "tokens": tokens, "width": 64 * heads} for images, tokens, heads in SIZES],
         candidates=("dense", "cudnn", "flash", "dense fused"),
+        needs_cuda=True,
+        few=1,
+        seconds=0.1,
+    ),
+    "attention_gradients": Table(
+        {"mode": ("bf16",)},
+        attention_gradients,
+        cases=[{"rows": images * tokens, "tokens": tokens, "width": 64 * heads} for images, tokens, heads in SIZES[4:]],
         needs_cuda=True,
         few=1,
         seconds=0.1,

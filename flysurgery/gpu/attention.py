@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -75,9 +77,9 @@ class RingAttention:
         """Rows of the boxes by which the copy engine brings and fetches a slot, up to 256; 0 for float32, which threads bring."""
         return self.rows // -(-self.rows // 256) if self.mode in HALVES else 0
 
-    def defines(self) -> dict[str, int]:
-        """The macros that the kernel is compiled with."""
-        return macros(self, batch=_BATCH.get(self.mode, 0))
+    def defines(self, log_sums: bool = False) -> dict[str, int]:
+        """The macros that the kernel is compiled with; ``log_sums`` says whether it writes those of halves."""
+        return macros(self, batch=_BATCH.get(self.mode, 0), log_sums=log_sums)
 
 
 def ring_attention(head: int, queries: int, keys: int, mode: str, shared_limit: int) -> RingAttention | str:
@@ -136,11 +138,13 @@ def run_attention(
     scale: float,
     mode: str,
     few: bool,
+    log_sums: Tensor | None = None,  # shape: (batch, heads, queries), float32, to be filled
 ) -> Tensor:  # shape: (batch, heads, queries, head), tokens before heads in memory
     """``softmax(scale * q @ k.mT) @ v`` on the current stream, sums and softmax in float32. Without queries nothing is launched.
 
-    ``few`` takes the kernel for few queries, which reads keys and values once for 16 of them; the others read each head once. Features must
-    be adjacent, and rows must begin at multiples of 16 bytes; inputs that lie differently are copied.
+    ``log_sums`` becomes the logarithm, by base 2, of each query's sum of exponentials: of halves, without ``few``, for scales above zero.
+    ``few`` takes the kernel for few queries, which reads keys and values once for 16 of them; the others read each head once. Inputs that
+    they do not read in place are copied.
 
     Raises:
         BackendError: sizes that ``few_attention_obstacle`` or ``attention_obstacle`` tells beforehand, or the kernel does not launch.
@@ -155,14 +159,16 @@ def run_attention(
         raise BackendError(obstacle)
     if sizes is not None and scale <= 0:  # these kernels take the maximum before they scale
         q, scale = q * scale, 1.0
-    q, k, v = [part if _readable(part) else part.contiguous() for part in (q, k, v)]
+    q, k, v = [part if reads_in_place(part) else part.contiguous() for part in (q, k, v)]
     strides = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]]
     numbers, stream = (queries, keys, heads), current_stream(device_index)
     if isinstance(sizes, RingAttention):
-        places = [boxes(part, sizes.boxes) for part in (q, k, v, y)] if sizes.boxes else [q, k, v, y, *strides]
+        places = [*(boxes(part, sizes.boxes) for part in (q, k, v, y)), log_sums] if sizes.boxes else [q, k, v, y, *strides]
         launch = (min(batch * heads, multiprocessors_of(device_index)), 1, 1), (sizes.threads, 1, 1), sizes.shared_bytes
         # It may begin while the kernel before still runs, for which it waits by itself.
-        kernel_of(sizes, device_index).launch(*launch, stream, *places, *numbers, batch * heads, float_bits(scale), early=True)
+        kernel_of(sizes, device_index, log_sums is not None).launch(
+            *launch, stream, *places, *numbers, batch * heads, float_bits(scale), early=True
+        )
         return y
     warps = -(-keys // (16 * _STEPS))
     bytes_of_warp = max(16 * _STEPS * (2 * head + 16), 4 * _TILE * (head + 8)) + 8 * _TILE
@@ -171,13 +177,83 @@ def run_attention(
     return y
 
 
+@dataclass(frozen=True)
+class AttentionGradient:
+    """Sizes of ``attention_gradient.cu``, for heads of 64 features of halves.
+
+    Attributes:
+        mode: ``fp16`` or ``bf16``.
+        rows: of a slot, which holds the queries, the keys, the values or the gradients of a head.
+        tiles: of 64 rows.
+        heads: whose slots are in shared memory at once.
+    """
+
+    kernel: ClassVar[str] = "attention_gradient"
+    threads: ClassVar[int] = 32 * 16
+    mode: str
+    rows: int
+    tiles: int
+    heads: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: slots, what the last tile reads beyond them, two numbers a query, and barriers."""
+        row, reached = 2 * _HEAD, 64 * self.tiles
+        return self.heads * (4 * self.rows * row + 8 * reached + 24) + (reached - self.rows) * row
+
+    @property
+    def boxes(self) -> int:
+        """Rows of the boxes by which the copy engine brings a slot, up to 256."""
+        return self.rows // -(-self.rows // 256)
+
+    def defines(self) -> dict[str, int]:
+        """The macros that the kernel is compiled with."""
+        return macros(self)
+
+
+@lru_cache(maxsize=1024)
+def attention_gradient(head: int, queries: int, keys: int, mode: str, shared_limit: int) -> AttentionGradient | None:
+    """The sizes of the kernel of gradients; None where it or ``run_attention`` does not take these heads."""
+    if queries != keys or queries == 0 or mode not in HALVES or isinstance(ring_attention(head, queries, keys, mode, shared_limit), str):
+        return None
+    for heads in (2, 1):
+        sizes = AttentionGradient(mode, _up(keys, 32 if keys > 256 else 16), -(-keys // 64), heads)
+        if sizes.shared_bytes <= shared_limit:
+            return sizes
+    return None
+
+
+def run_attention_gradient(
+    sizes: AttentionGradient,
+    inputs: Sequence[Tensor],  # q, k, v, each of shape (batch, heads, tokens, 64)
+    y: Tensor,  # shape: (batch, heads, tokens, 64)
+    log_sums: Tensor,  # shape: (batch, heads, tokens), as ``run_attention`` leaves it
+    dy: Tensor,  # shape: (batch, heads, tokens, 64)
+    scale: float,
+    gradients: Sequence[Tensor],  # of q, k, v, to be filled: of their shapes, and all of the same strides
+) -> None:
+    """The gradients of q, k and v in one launch on the current stream; sums are float32, each in one order.
+
+    ``scale`` is above zero. Features of the gradients are adjacent, and their rows begin at multiples of 16 bytes; other tensors that lie
+    differently are copied.
+    """
+    (batch, heads, tokens, _), index = y.shape, y.device.index
+    *inputs, y, dy = [part if reads_in_place(part) else part.contiguous() for part in (*inputs, y, dy)]
+    strides = [step for each in (y, gradients[0]) for step in each.stride()[:3]]
+    maps = [boxes(part, sizes.boxes) for part in (*inputs, dy)]
+    launch = (min(batch * heads, multiprocessors_of(index)), 1, 1), (sizes.threads, 1, 1), sizes.shared_bytes
+    numbers = tokens, heads, batch * heads, float_bits(scale)
+    kernel_of(sizes, index).launch(*launch, current_stream(index), *maps, y, log_sums, *gradients, *strides, *numbers, early=True)
+
+
 def tokens_before_heads(q: Tensor) -> Tensor:  # shape: (batch, heads, queries, head)
     """An empty tensor of the shape of q, tokens before heads in memory."""
     batch, heads, queries, head = q.shape
     return fresh((batch, queries, heads, head), q.dtype, q.device).transpose(1, 2)
 
 
-def _readable(part: Tensor) -> bool:
+def reads_in_place(part: Tensor) -> bool:
+    """Whether the kernels read q, k or v where it lies: features are adjacent, and rows begin at multiples of 16 bytes."""
     steps, unit = part.stride(), 16 // part.element_size()
     aligned = part.data_ptr() % 16 == 0 and all(step % unit == 0 for step in steps[:3])
     return aligned and steps[3] == 1 and all(step > 0 or size == 1 for step, size in zip(steps, part.shape, strict=True))

@@ -106,8 +106,8 @@ def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, ep
 
 
 _WARPS, _MOST_COLUMNS = 8, 1024
-_BLOCKS = 2
-"""Blocks of a multiprocessor, which all run at once for narrow rows."""
+_BLOCKS = 1
+"""Blocks of a multiprocessor. More would leave more parts of the sums."""
 
 
 class NormGradient(NamedTuple):

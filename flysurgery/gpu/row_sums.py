@@ -12,8 +12,8 @@ from flysurgery.gpu.gated import gated_obstacle
 from flysurgery.gpu.kernel import current_stream, rows_kernel
 
 _WARPS, _LANES, _VECTOR_BYTES = 8, 32, 16
-_BLOCKS, _BLOCKS_OF_SUMS = 6, 1
-"""Blocks of a multiprocessor, which all run at once; of sums alone, which keep more rows on their way, so that fewer parts are left."""
+_BLOCKS = 4
+"""Blocks of a multiprocessor, which all run at once. More would leave more parts of the sums."""
 
 
 def sum_of_rows(
@@ -61,7 +61,7 @@ def _has_kernel(x: Tensor) -> bool:
 def _launch(u: Tensor | None, gradient: Tensor, activation: str) -> Tensor:  # shape: (features,), float32
     (rows, features), index = gradient.shape, gradient.device.index
     strips = -(-features * gradient.element_size() // (_VECTOR_BYTES * _LANES))
-    blocks = (_BLOCKS_OF_SUMS if u is None else _BLOCKS) * multiprocessors_of(index)
+    blocks = _BLOCKS * multiprocessors_of(index)
     parts = max(1, min(blocks // strips, -(-rows // _WARPS)))
     sums = torch.empty((parts, features), dtype=torch.float32, device=gradient.device)
     rows_kernel("row_sums", features, gradient.dtype, index, activation).launch(

@@ -14,9 +14,17 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flysurgery.gpu.attention import attention_obstacle, few_attention_obstacle, run_attention
-from flysurgery.gpu.device import shared_limit_of
-from flysurgery.gpu.modes import mode_for
+from flysurgery.gpu.attention import (
+    AttentionGradient,
+    attention_gradient,
+    attention_obstacle,
+    few_attention_obstacle,
+    reads_in_place,
+    run_attention,
+    run_attention_gradient,
+)
+from flysurgery.gpu.device import kernels_take, shared_limit_of
+from flysurgery.gpu.modes import HALF_MODES, mode_for
 from flysurgery.ops.ways import Stage, Stages
 from flysurgery.torch_state import is_tracing, refuse_second_derivative
 
@@ -71,16 +79,34 @@ _Place = tuple[tuple[int, ...], tuple[int, ...], int]
 def attended(q: Tensor, given: Attention) -> Tensor:  # shape: (batch, heads, queries, head)
     """``softmax(scale * q @ k.mT) @ v`` with gradients; ``given`` holds k and v.
 
-    Where q, k and v are parts of one tensor, as of the outputs of one projection, its gradient is written once. PyTorch would join three
-    gradients, and put the result into the order of the tensor's memory.
+    Kernels take heads of 64 features of halves with as many queries as keys, and sum in float32. PyTorch takes all others. Where q, k and v
+    are parts of one tensor, as of the outputs of one projection, its gradient is written once. PyTorch would join three gradients, and put
+    the result into the order of the tensor's memory.
     """
-    k, v, _ = given
-    whole, parts = q._base, (q, k, v)
-    if whole is not None and not is_tracing(*parts) and _fill(whole, parts):
-        places = [(tuple(part.shape), part.stride(), part.storage_offset()) for part in parts]
-        found: Any = _Parts.apply(whole, places)
+    k, v, scale = given
+    parts, whole = (q, k, v), q._base
+    if is_tracing(*parts):
+        return _by_pytorch(*parts, scale)
+    places = [(part.shape, part.stride(), int(part.storage_offset())) for part in parts]
+    joined = whole is not None and _fill(whole, parts)
+    positive = q.shape[-1] ** -0.5 if scale is None else scale
+    sizes = None if joined and len({place[:2] for place in places}) > 1 else _gradient_sizes(parts, positive)
+    found: Any
+    if sizes is not None:
+        found = _Attended.apply(sizes, positive, places, *([whole] if joined else parts))
+        return found
+    if joined:
+        found = _Parts.apply(whole, places)
         q, k, v = found
-    return _by_pytorch(q, k, v, given.scale)
+    return _by_pytorch(q, k, v, scale)
+
+
+def _gradient_sizes(parts: Sequence[Tensor], scale: float) -> AttentionGradient | None:
+    """The sizes of the kernel for gradients of q, k and v; None where PyTorch computes these."""
+    q, k, _ = parts
+    if q.dtype not in HALF_MODES or scale <= 0 or not kernels_take(q) or not all(map(reads_in_place, parts)):
+        return None
+    return attention_gradient(q.shape[3], q.shape[2], k.shape[2], HALF_MODES[q.dtype], shared_limit_of(q.device.index))
 
 
 def _fill(whole: Tensor, parts: Sequence[Tensor]) -> bool:
@@ -96,13 +122,42 @@ def _by_pytorch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         return functional.scaled_dot_product_attention(q, k, v, scale=scale)
 
 
+class _Attended(torch.autograd.Function):
+    """Attention by kernels, of three tensors or of three parts of one."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, sizes: AttentionGradient, scale: float, places: Sequence[_Place], *tensors: Tensor
+    ) -> Tensor:
+        q, k, v = _parts(tensors, places)
+        log_sums = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        y = run_attention(q, k, v, scale, sizes.mode, False, log_sums)
+        ctx.given = sizes, scale, places
+        ctx.save_for_backward(*tensors, y, log_sums)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second_derivative()
+        *tensors, y, log_sums = ctx.saved_tensors
+        sizes, scale, places = ctx.given
+        gradients = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in tensors]
+        run_attention_gradient(sizes, _parts(tensors, places), y, log_sums, dy, scale, _parts(gradients, places))
+        return None, None, None, *gradients
+
+
+def _parts(tensors: Sequence[Tensor], places: Sequence[_Place]) -> Sequence[Tensor]:
+    """The three tensors themselves, or the three parts of the one."""
+    return tensors if len(tensors) > 1 else [tensors[0].as_strided(*place) for place in places]
+
+
 class _Parts(torch.autograd.Function):
     """Three parts of ``whole``, which do not overlap and fill it."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, places: Sequence[_Place]) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.places, ctx.like = places, (whole.shape, whole.dtype, whole.device)
-        return tuple([_part(whole, place) for place in places])
+        return tuple(_parts((whole,), places))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -110,18 +165,13 @@ class _Parts(torch.autograd.Function):
         shape, dtype, device = ctx.like
         whole = torch.empty(shape, dtype=dtype, device=device)
         for place, gradient in zip(ctx.places, gradients, strict=True):
-            part = _part(whole, place)
+            part = whole.as_strided(*place)
             wide = _in_vectors(part, gradient)
             if wide is None:
                 part.copy_(gradient)
             else:
                 wide[0].copy_(wide[1])
         return whole, None
-
-
-def _part(whole: Tensor, place: _Place) -> Tensor:
-    size, stride, offset = place
-    return whole.as_strided(size, stride, offset)
 
 
 def _in_vectors(*tensors: Tensor) -> tuple[Tensor, ...] | None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.gpu import attention as attention_kernels
 from flysurgery.gpu import kernel as kernels
 from flysurgery.gpu import layer_norm, row_sums, weight_space
 from flysurgery.gpu.compile import Compiled, compile_cubin, kernel_path
@@ -185,6 +186,20 @@ def of_norms_and_activations(dtype: torch.dtype) -> Call:
     return call, (x, g, weight)
 
 
+def of_attention(batch: int, tokens: int, dtype: torch.dtype) -> Call:
+    parts = [normal(batch, 6, tokens, 64, dtype=dtype) for _ in range(5)]
+    q, k, v, y, dy = parts
+    sums = normal(batch, 6, tokens, dtype=FLOAT)
+
+    def call() -> None:
+        sizes = attention_kernels.attention_gradient(64, tokens, tokens, "bf16" if dtype == BFLOAT else "fp16", 227 * 1024)
+        assert sizes is not None
+        attention_kernels.run_attention(q, k, v, 0.125, sizes.mode, False, sums)
+        attention_kernels.run_attention_gradient(sizes, (q, k, v), y, sums, dy, 0.125, [torch.empty_like(q) for _ in range(3)])
+
+    return call, (*parts, sums)
+
+
 CALLS: dict[str, Callable[[], Call]] = {
     "three behind a norm": lambda: projections(monarch(384, 384), HALF),
     "wide ones behind a norm": lambda: projections(gonon(768, 768), HALF),
@@ -217,6 +232,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "one factor of large blocks": lambda: product("fp16", HALF, (1, 512, 512, 2)),
     "gradients of three": lambda: gradients(BFLOAT, (1, 192, 48, 2), (2, 48, 192, 1), linears=3),
     "gradients of odd sizes": lambda: gradients(FLOAT, (2, 6, 4, 3), (3, 8, 5, 1), linears=1),
+    **{f"gradients of {n} tokens": lambda n=n, dtype=dtype: of_attention(30, n, dtype) for n, dtype in ((197, BFLOAT), (257, HALF))},
     **{f"gradients of norms of {dtype}": lambda dtype=dtype: of_norms_and_activations(dtype) for dtype in (HALF, BFLOAT, FLOAT)},
 }
 

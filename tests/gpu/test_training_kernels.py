@@ -74,7 +74,7 @@ def test_activations_and_their_gradients(activation: str, dtype: torch.dtype) ->
     found, du, sums = activation_gradient(u.clone(), g.clone(), activation)
     assert_rounded(found, y.detach(), dtype)
     assert_rounded(du, of_u, dtype)
-    assert distance(sums, of_u.sum(0)) < 1e-6
+    assert distance(sums, of_u.sum(0)) < (1e-3 if dtype == torch.bfloat16 else 1e-6)  # whose slopes are approximate
 
 
 @DTYPES
