@@ -13,7 +13,7 @@ from flysurgery.errors import OptionError, SurgeryError
 from flysurgery.fidelity import Fidelity, Reconstruction, Settings, measure_fidelity
 from flysurgery.fidelity import reconstruct as reconstruct_blocks
 from flysurgery.surgery.build import build_empty, dense_layer
-from flysurgery.surgery.change import changing, converted_layers, plan_of, refuse_optimized
+from flysurgery.surgery.change import changing, convert, converted_layers, plan_of, refuse_optimized, swap, unconvert
 from flysurgery.surgery.check import check_plan, check_runs, check_weights, example_of
 from flysurgery.surgery.plan import ExampleInput, Plan
 from flysurgery.surgery.projecting import Progress, project_calibrated_layers, project_layers
@@ -86,8 +86,8 @@ def apply(
         modules, rows, calibration, permutations = project_calibrated_layers(
             plan, model, dense, taken, sequential=sequential, permute=permute, progress=progress
         )
-    with changing(model) as change:
-        change.convert(plan, modules)
+    with changing(model):
+        convert(model, plan, modules)
         if verify:
             check_runs(plan, model)
         fidelity, reconstruction = (None, None) if reference is None else reference.compare(model, progress)
@@ -129,10 +129,10 @@ def densify(model: nn.Module) -> int:
     if "" in layers:
         raise SurgeryError(f"the model is itself a {type(model).__name__} and cannot be replaced in place; put it into a parent module")
     dense = {layer: dense_layer(layer) for layer in dict.fromkeys(layers.values())}
-    with changing(model) as change:
+    with changing(model):
         for fqn, layer in layers.items():
-            change.swap((fqn,), dense[layer])
-        change.unconvert()
+            swap(model, (fqn,), dense[layer])
+        unconvert(model)
     return len(dense)
 
 
@@ -148,8 +148,8 @@ def install(plan: Plan, model: nn.Module) -> None:
     """
     dense = check_plan(plan, model)
     modules = {layer.fqn: build_empty(layer, dense[layer.fqn]) for layer in plan.replaced}
-    with changing(model) as change:
-        change.convert(plan, modules)
+    with changing(model):
+        convert(model, plan, modules)
 
 
 def sample_shape(plan: Plan) -> tuple[int, ...] | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -66,105 +67,96 @@ def refuse_optimized(model: nn.Module) -> None:
 
 
 @contextmanager
-def changing(model: nn.Module, *, keep: bool = True) -> Iterator[Change]:
-    """Give a ``Change`` of ``model``. An exception undoes all changes, the last one first. Without ``keep`` they are always undone."""
-    with ExitStack() as undo:
-        yield Change(model, undo)
-        if keep:
-            undo.pop_all()
+def changing(model: nn.Module, *, keep: bool = True) -> Iterator[None]:
+    """Inside, modules and attributes of ``model`` may be changed. An exception puts all back; without ``keep`` they are always put back."""
+    before = [(store, copy.copy(store)) for module in model.modules() for store in (vars(module), module._modules, *_lists(module))]
+    try:
+        yield
+    except BaseException:
+        _put_back(before)
+        raise
+    if not keep:
+        _put_back(before)
 
 
-class Change:
-    """Swaps modules and sets attributes of a model, and notes how to take that back."""
+def _lists(module: nn.Module) -> list[list[Any]]:
+    """The lists that a module has: some classes call their children from one of their own."""
+    return [value for value in vars(module).values() if isinstance(value, list)]
 
-    def __init__(self, model: nn.Module, undo: ExitStack) -> None:
-        self._model, self._undo = model, undo
 
-    def convert(self, plan: Plan, modules: Mapping[str, nn.Module]) -> None:
-        """Prepare the model, put the new modules in place under all their names, and leave the plan on the model."""
-        before = tuple(Switch(each.module_fqn, each.attribute, getattr(*self._place(each))) for each in plan.switches)
-        attentions = self.prepare(plan)
-        for layer in plan.layers:
-            if layer.fqn in modules:
-                self.swap(layer.names, modules[layer.fqn])
-        for attention in attentions:
-            attention.copy_views()
-        self._set(self._model, SWITCHES_BEFORE, before)
-        self._set(self._model, PLAN, plan)
-        if is_of_transformers(self._model):
-            self._own_config()
-            self._set(self._model.config, "quantization_config", quantization_entry(plan))  # for ``save_pretrained``
-        elif is_of_timm(self._model) and plan.base is not None:  # for timm's ``save_for_hf``
-            self._name(ENTRY_POINT, {"base": plan.base, "base_args": dict(plan.base_args), "plan": plan.to_json()})
+def _put_back(before: Iterable[tuple[Any, Any]]) -> None:
+    for store, content in before:
+        if isinstance(store, list):
+            store[:] = content
+            continue
+        for name in store.keys() - content.keys():
+            del store[name]
+        store.update(content)
 
-    def prepare(self, plan: Plan) -> set[SeparateAttention]:
-        """Have the planned layers called, as modules: set the plan's switches, and put in the attentions that are returned."""
-        attentions = separated(self._model, [layer.fqn for layer in plan.replaced])
-        for fqn, attention in attentions.items():
-            self.swap((fqn,), attention)
-        self.switch(plan.switches)
-        return {*attentions.values()}
 
-    def unconvert(self) -> None:
-        """Join separate attentions, set the switches back and take the plan off the model."""
-        plan, modules = plan_of(self._model), dict(self._model.named_modules(remove_duplicate=False))
-        attentions: dict[nn.Module, nn.Module] = {each: each.joined() for each in modules.values() if isinstance(each, SeparateAttention)}
-        for fqn, module in modules.items():
-            if module in attentions:
-                self.swap((fqn,), attentions[module])
-        self.switch(getattr(self._model, SWITCHES_BEFORE, ()))
-        for name in (PLAN, SWITCHES_BEFORE):
-            self._delete(self._model, name)
-        if is_of_transformers(self._model):
-            self._own_config()
-            self._delete(self._model.config, "quantization_config")
-        elif is_of_timm(self._model) and plan is not None and plan.base is not None:
-            self._name(plan.base.partition(".")[0], dict(plan.base_args))
+def convert(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module]) -> None:
+    """Prepare the model, put the new modules in place under all their names, and leave the plan on the model."""
+    before = tuple(replace(each, value=getattr(model.get_submodule(each.module_fqn), each.attribute)) for each in plan.switches)
+    attentions = prepare(model, plan)
+    for layer in plan.layers:
+        if layer.fqn in modules:
+            swap(model, layer.names, modules[layer.fqn])
+    for attention in attentions:
+        attention.copy_views()
+    setattr(model, SWITCHES_BEFORE, before)
+    setattr(model, PLAN, plan)
+    described: Any = model
+    if is_of_transformers(model):
+        described.config = copy.copy(described.config)  # transformers lets models share the one that they were built from
+        described.config.quantization_config = quantization_entry(plan)  # for ``save_pretrained``
+    elif is_of_timm(model) and plan.base is not None:  # for timm's ``save_for_hf``
+        _describe(model, ENTRY_POINT, {"base": plan.base, "base_args": dict(plan.base_args), "plan": plan.to_json()})
 
-    def _name(self, architecture: str, arguments: dict[str, Any]) -> None:
-        """Let a model of timm say that timm builds it under this name, with these arguments."""
-        described: Any = self._model.pretrained_cfg
-        for name in ("pretrained_cfg", "default_cfg"):
-            self._set(self._model, name, {**described, "architecture": architecture})
-        self._set(self._model, "_model_args", arguments)
 
-    def _own_config(self) -> None:
-        """Give the model a configuration of its own: transformers lets models share the one that they were built from."""
-        self._set(self._model, "config", copy.copy(self._model.config))
+def prepare(model: nn.Module, plan: Plan) -> set[SeparateAttention]:
+    """Have the planned layers called, as modules: set the plan's switches, and put in the attentions that are returned."""
+    attentions = separated(model, [layer.fqn for layer in plan.replaced])
+    for fqn, attention in attentions.items():
+        swap(model, (fqn,), attention)
+    _switch(model, plan.switches)
+    return {*attentions.values()}
 
-    def swap(self, fqns: Iterable[str], new: nn.Module) -> None:
-        """Put ``new`` in the place of the module of these names, in the same order among its siblings."""
-        for fqn in fqns:
-            parent, _, name = fqn.rpartition(".")
-            # Straight into the registry: what a class does in __setattr__ could not be taken back.
-            holder = self._model.get_submodule(parent)
-            old = holder._modules[name]
-            self._put(holder._modules, name, new)
-            for listed in vars(holder).values():  # some classes call their children from a list of their own
-                if isinstance(listed, list):
-                    for index in [index for index, each in enumerate(listed) if each is old]:
-                        self._put(listed, index, new)
 
-    def _put(self, store: Any, key: str | int, value: nn.Module) -> None:
-        self._undo.callback(store.__setitem__, key, store[key])
-        store[key] = value
+def unconvert(model: nn.Module) -> None:
+    """Join separate attentions, set the switches back and take the plan off the model."""
+    plan, modules = plan_of(model), dict(model.named_modules(remove_duplicate=False))
+    joined = {each: each.joined() for each in modules.values() if isinstance(each, SeparateAttention)}
+    for fqn, module in modules.items():
+        if isinstance(module, SeparateAttention):
+            swap(model, (fqn,), joined[module])
+    _switch(model, vars(model).pop(SWITCHES_BEFORE, ()))
+    vars(model).pop(PLAN, None)
+    described: Any = model
+    if is_of_transformers(model):
+        described.config = copy.copy(described.config)
+        vars(described.config).pop("quantization_config", None)
+    elif is_of_timm(model) and plan is not None and plan.base is not None:
+        _describe(model, plan.base.partition(".")[0], dict(plan.base_args))
 
-    def switch(self, switches: Iterable[Switch]) -> None:
-        """Set the attributes of parents."""
-        for each in switches:
-            self._set(*self._place(each), each.value)
 
-    def _place(self, switch: Switch) -> tuple[nn.Module, str]:
-        return self._model.get_submodule(switch.module_fqn), switch.attribute
+def _describe(model: Any, architecture: str, arguments: dict[str, Any]) -> None:
+    """Let a model of timm say that timm builds it under this name, with these arguments."""
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "architecture": architecture}
+    model._model_args = arguments
 
-    def _set(self, owner: object, name: str, value: object) -> None:
-        if hasattr(owner, name):
-            self._undo.callback(setattr, owner, name, getattr(owner, name))
-        else:
-            self._undo.callback(delattr, owner, name)
-        setattr(owner, name, value)
 
-    def _delete(self, owner: object, name: str) -> None:
-        if hasattr(owner, name):
-            self._undo.callback(setattr, owner, name, getattr(owner, name))
-            delattr(owner, name)
+def swap(model: nn.Module, fqns: Iterable[str], new: nn.Module) -> None:
+    """Put ``new`` in the place of the module of these names, in the same order among its siblings."""
+    for fqn in fqns:
+        parent, _, name = fqn.rpartition(".")
+        # Straight into the registry: what a class does in __setattr__ could not be taken back.
+        holder = model.get_submodule(parent)
+        old = holder._modules[name]
+        holder._modules[name] = new
+        for listed in _lists(holder):
+            listed[:] = [new if each is old else each for each in listed]
+
+
+def _switch(model: nn.Module, switches: Iterable[Switch]) -> None:
+    for each in switches:
+        setattr(model.get_submodule(each.module_fqn), each.attribute, each.value)

@@ -14,7 +14,7 @@ from flysurgery.errors import DataError
 from flysurgery.patterns import Architecture, family_of
 from flysurgery.projection import Fitted, Metric, Moments, OutputError, metric_of, output_error, product_of, project, workers
 from flysurgery.surgery.build import Dense, matrix_of
-from flysurgery.surgery.change import changing
+from flysurgery.surgery.change import changing, prepare
 from flysurgery.surgery.plan import LayerPlan, Part, Plan, Reason
 from flysurgery.surgery.projecting import NO_ERROR, Progress, fit_products, naming
 
@@ -84,8 +84,8 @@ def look(plan: Plan, model: nn.Module, dense: Mapping[str, Dense], calibrate: Da
         )
     taken = whole.without_held_out()
     calls = {layer.fqn: layer.calls for layer in plan.replaced}
-    with changing(model, keep=False) as trial:
-        trial.prepare(plan)
+    with changing(model, keep=False):
+        prepare(model, plan)
         with watched(model, calls) as fit:
             felt = sensitivities(model, list(calls), taken.fit())
         moments = collect(model, calls, taken.held_out())

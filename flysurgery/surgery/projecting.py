@@ -33,7 +33,7 @@ from flysurgery.projection import (
     workers,
 )
 from flysurgery.surgery.build import Dense, build, matrix_of
-from flysurgery.surgery.change import changing
+from flysurgery.surgery.change import changing, prepare, swap
 from flysurgery.surgery.permuting import permute as permute_features
 from flysurgery.surgery.permuting import shared_features
 from flysurgery.surgery.plan import LayerPlan, Part, Plan
@@ -126,8 +126,8 @@ def project_calibrated_layers(
         if progress is not None:
             progress(len(rows) + done, len(plan.replaced), name)
 
-    with changing(model, keep=False) as trial:
-        trial.prepare(plan)
+    with changing(model, keep=False):
+        prepare(model, plan)
         for stage in stages:
             started = perf_counter()
             inputs = inputs_of(model, {layer.fqn: layer.calls for layer in stage}, samples)
@@ -140,7 +140,7 @@ def project_calibrated_layers(
             rows |= new_rows
             if stage is not stages[-1]:
                 for fqn, module in changed.items():
-                    trial.swap(names[fqn], module)
+                    swap(model, names[fqn], module)
     summary = ReportCalibration(samples.name, len(samples), samples.held_out_count, sequential, seconds, samples.skipped)
     return modules, rows, summary, tuple(permutations)
 
