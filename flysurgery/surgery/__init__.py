@@ -5,6 +5,7 @@ from flysurgery.surgery.allocation import Allocation as Allocation
 from flysurgery.surgery.allocation import Picks as Picks
 from flysurgery.surgery.allocation import allocate as allocate
 from flysurgery.surgery.allocation import check_budget as check_budget
+from flysurgery.surgery.allocation import convert_to_fidelity as convert_to_fidelity
 from flysurgery.surgery.allocation import named_candidates as named_candidates
 from flysurgery.surgery.allocation import prepare as prepare
 from flysurgery.surgery.apply import apply as apply
@@ -26,7 +27,6 @@ from flysurgery.surgery.choices import Measurement as Measurement
 from flysurgery.surgery.choices import TimedChoice as TimedChoice
 from flysurgery.surgery.choices import TimedGroup as TimedGroup
 from flysurgery.surgery.choices import Tradeoff as Tradeoff
-from flysurgery.surgery.goal import convert_to_fidelity as convert_to_fidelity
 from flysurgery.surgery.plan import ExampleInput as ExampleInput
 from flysurgery.surgery.plan import LayerPlan as LayerPlan
 from flysurgery.surgery.plan import Part as Part

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
-from flysurgery.calibration import Data
+from flysurgery.calibration import Data, samples_of
 from flysurgery.errors import OptionError, PatternError, PlanError
 from flysurgery.patterns import Architecture, gonon, low_rank, monarch
-from flysurgery.surgery.apply import check_calibration
+from flysurgery.surgery.apply import apply, check_calibration, install, sample_shape
 from flysurgery.surgery.check import check_plan, check_weights
 from flysurgery.surgery.choices import Point, TimedGroup, Tradeoff
-from flysurgery.surgery.lagrangian import cost_of, hull_points, least_error
 from flysurgery.surgery.option_errors import Option, Unit, judge, look
 from flysurgery.surgery.plan import LayerPlan, Part, Plan, Reason
 from flysurgery.surgery.projecting import NO_ERROR, Progress
+from flysurgery.surgery.report import Report
 
 PLACEHOLDER = "lowrank"
 """The family to plan with before an allocation: it fits matrices of any sizes."""
@@ -27,6 +29,9 @@ PLACEHOLDER = "lowrank"
 DENSE = "dense"
 CURVE_POINTS = 12
 NBLOCKS = (2, 4, 8, 16)
+
+TRIES = 5
+"""How often a copy is converted to reach a fidelity. The last step between budgets is a 32nd of the distance from the smallest to all."""
 
 Picks: TypeAlias = tuple[Option, ...]
 """The option of each unit."""
@@ -80,6 +85,56 @@ def allocate(
     allocation = prepare(plan, model, budget=budget, calibrate=calibrate, samples=samples, progress=progress)
     picks = allocation.pick(budget)
     return allocation.plan_of(picks), allocation.tradeoff(picks, budget)
+
+
+def convert_to_fidelity(
+    plan: Plan,
+    model: nn.Module,
+    fidelity: float,
+    *,
+    calibrate: Data,
+    samples: int | None = None,
+    progress: Progress | None = None,
+    **fitting: Any,
+) -> Report:
+    """Replace the layers that ``plan`` replaces, in place, by as few weights as ``fidelity`` allows; gives the report of ``apply``.
+
+    A copy is converted ``TRIES`` times, for budgets that close in on the smallest one at which the lower of the output's and the tokens'
+    cosine with the dense model is at least ``fidelity``, on the held-out samples of the report. The model gets the weights of the
+    smallest copy that is close enough. ``fitting`` are the options of ``apply``. As the budget is chosen by the held-out samples, the
+    fidelity on others may be a little lower.
+
+    Cost: that of ``allocate`` and of ``TRIES`` conversions, and memory for two copies of the model.
+
+    Raises:
+        PlanError: no copy is close enough; the message says how close the best one is. The model is as it was.
+        What ``allocate`` and ``apply`` raise.
+    """
+    taken = samples_of(calibrate, count=samples, shape=sample_shape(plan))
+    given = {"calibrate": taken, "samples": samples, "progress": progress}
+    allocation = prepare(plan, model, **given)
+    low, high, best = allocation.least, 1.0, 0.0
+    found: tuple[Plan, nn.Module, Report] | None = None
+    for _ in range(TRIES):
+        budget = (low + high) / 2
+        picks = allocation.pick(budget)
+        candidate, converted = allocation.plan_of(picks), copy.deepcopy(model)
+        report = apply(candidate, converted, **given, **fitting)
+        reached = 0.0 if report.fidelity is None else report.fidelity.lowest_cosine
+        best = max(best, reached)
+        if reached >= fidelity:
+            high, found = budget, (candidate, converted, replace(report, tradeoff=allocation.tradeoff(picks, budget)))
+        else:
+            low = budget
+    if found is None:
+        raise PlanError(
+            f"no choice with up to {low:.0%} of the weights reaches a cosine of {fidelity:g}; the closest has {best:.4f}; "
+            "give --reconstruct, more --minutes, more images, or a lower goal"
+        )
+    candidate, converted, report = found
+    install(candidate, model)
+    model.load_state_dict(converted.state_dict())
+    return report
 
 
 def prepare(
@@ -263,3 +318,68 @@ def _spread(curve: Sequence[Point]) -> tuple[Point, ...]:
     low, high = curve[0].cost, curve[-1].cost
     wanted = [low + (high - low) * step / (CURVE_POINTS - 1) for step in range(CURVE_POINTS)]
     return tuple(dict.fromkeys(min(curve, key=lambda point: abs(point.cost - cost)) for cost in wanted))
+
+
+def cost_of(picks: Iterable[Option]) -> float:
+    """The sum of the costs."""
+    return sum(pick.cost for pick in picks)
+
+
+def hull_points(units: Sequence[Sequence[Option]]) -> Iterator[Picks]:
+    """Every solution of ``min error + multiplier * cost``, for any multiplier, from the cheapest on.
+
+    A unit moves along the lower hull of its choices, and the steepest step of all units comes first. So each solution has the least
+    error of all that cost no more.
+    """
+    hulls = [_hull(unit) for unit in units]
+    steps = [((a.error - b.error) / (b.cost - a.cost), number, b) for number, hull in enumerate(hulls) for a, b in itertools.pairwise(hull)]
+    picks = [hull[0] for hull in hulls]
+    yield tuple(picks)
+    for _, number, choice in sorted(steps, key=lambda step: -step[0]):
+        picks[number] = choice
+        yield tuple(picks)
+
+
+def least_error(units: Sequence[Sequence[Option]], limit: float) -> Picks | None:
+    """A choice for each unit whose costs add up to at most ``limit``; None where there is none.
+
+    The last solution of the Lagrangian within the limit, and then single changes as long as one that fits lowers the error. Where giving
+    all units the choice of one name and going on from there does better, that is taken: so it never loses to any of these.
+    """
+    starts = [picks for picks in hull_points(units) if cost_of(picks) <= limit][-1:]
+    for name in dict.fromkeys(choice.name for unit in units for choice in unit):
+        uniform = tuple(choice for unit in units for choice in unit if choice.name == name)
+        if len(uniform) == len(units) and cost_of(uniform) <= limit:
+            starts.append(uniform)
+    improved = [_improved(units, picks, limit) for picks in starts]
+    return min(improved, key=lambda picks: sum(pick.error for pick in picks), default=None)
+
+
+def _hull(unit: Sequence[Option]) -> list[Option]:
+    """The choices on the lower convex hull, from the cheapest on, with errors that fall."""
+
+    def is_above(first: Option, middle: Option, last: Option) -> bool:
+        return (middle.error - first.error) * (last.cost - first.cost) >= (last.error - first.error) * (middle.cost - first.cost)
+
+    hull: list[Option] = []
+    for new in sorted(unit, key=lambda choice: (choice.cost, choice.error)):
+        if hull and new.error >= hull[-1].error:
+            continue
+        while len(hull) > 1 and is_above(hull[-2], hull[-1], new):
+            hull.pop()
+        hull.append(new)
+    return hull
+
+
+def _improved(units: Sequence[Sequence[Option]], picks: Picks, limit: float) -> Picks:
+    while True:
+        best, best_gain = None, 0.0
+        for number, (unit, now) in enumerate(zip(units, picks, strict=True)):
+            for choice in unit:
+                if now.error - choice.error > best_gain:
+                    changed = (*picks[:number], choice, *picks[number + 1 :])
+                    if cost_of(changed) <= limit:
+                        best, best_gain = changed, now.error - choice.error
+        if best is None:
+            return picks
+        picks = best

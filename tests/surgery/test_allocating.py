@@ -20,7 +20,7 @@ from flysurgery.inference import convert
 from flysurgery.patterns import low_rank, monarch
 from flysurgery.projection import project
 from flysurgery.surgery import Plan, allocate, apply, plan
-from flysurgery.surgery.lagrangian import cost_of, hull_points, least_error
+from flysurgery.surgery.allocation import cost_of, hull_points, least_error
 from tests.surgery.conftest import unchanged
 
 
