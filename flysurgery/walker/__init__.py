@@ -10,6 +10,7 @@ from flysurgery.walker.example import EXAMPLE_BATCH as EXAMPLE_BATCH
 from flysurgery.walker.example import Example as Example
 from flysurgery.walker.example import example_input as example_input
 from flysurgery.walker.example import positional as positional
+from flysurgery.walker.linears import CONVOLUTIONS as CONVOLUTIONS
 from flysurgery.walker.linears import Call as Call
 from flysurgery.walker.operations import is_in_place as is_in_place
 from flysurgery.walker.operations import name_of as name_of
@@ -22,11 +23,8 @@ from flysurgery.walker.orders import Member as Member
 from flysurgery.walker.orders import Shared as Shared
 from flysurgery.walker.orders import Trial as Trial
 from flysurgery.walker.orders import find_shared as find_shared
-from flysurgery.walker.owners import CONVOLUTIONS as CONVOLUTIONS
 from flysurgery.walker.select import block_names as block_names
 from flysurgery.walker.select import select as select
-from flysurgery.walker.survey import Survey as Survey
-from flysurgery.walker.survey import survey as survey
 from flysurgery.walker.target import ROLES as ROLES
 from flysurgery.walker.target import Obstacle as Obstacle
 from flysurgery.walker.target import Role as Role
@@ -38,5 +36,7 @@ from flysurgery.walker.target import is_hooked as is_hooked
 from flysurgery.walker.target import is_plain_pointwise as is_plain_pointwise
 from flysurgery.walker.trace import run_fake as run_fake
 from flysurgery.walker.trace import shadow as shadow
+from flysurgery.walker.walk import Survey as Survey
+from flysurgery.walker.walk import survey as survey
 from flysurgery.walker.walk import targets_of as targets_of
 from flysurgery.walker.walk import walk as walk

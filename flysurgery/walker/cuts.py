@@ -9,7 +9,7 @@ from typing import Literal
 from torch.fx import Node
 
 from flysurgery.walker.operations import modules_of, name_of, shape_of
-from flysurgery.walker.survey import Survey
+from flysurgery.walker.walk import Survey
 
 _ATTENTION, _FEED_FORWARD = frozenset({"qkv", "attn_out"}), frozenset({"ffn_in", "ffn_out"})
 

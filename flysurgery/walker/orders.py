@@ -22,9 +22,9 @@ from flysurgery.walker.attention import separating
 from flysurgery.walker.dataflow import Attention
 from flysurgery.walker.linears import Call
 from flysurgery.walker.operations import einsum_letters, is_fused_attention, name_of, shape_of
-from flysurgery.walker.survey import Survey
 from flysurgery.walker.target import Target
 from flysurgery.walker.trace import isolated, shadow
+from flysurgery.walker.walk import Survey
 
 HIDDEN_UNITS, HEADS, QUERY_KEY, VALUE = "hidden units", "heads", "query and key", "value"
 """What may be in another order: hidden units; whole heads; entries of query and key within a head; entries of value within a head."""

@@ -9,7 +9,7 @@ from torch.fx import Node
 from flysurgery.walker.dataflow import Attention, Dataflow, Flow
 from flysurgery.walker.linears import Call
 from flysurgery.walker.operations import reached
-from flysurgery.walker.target import CODES
+from flysurgery.walker.target import OBSTACLES
 from flysurgery.walker.trace import Trace
 
 
@@ -35,7 +35,7 @@ class _Judge:
     def verdict(self, call: Call) -> str:
         """The role, or the code of the obstacle where that role is no target."""
         found = self._verdict(call)
-        return found if found in CODES or min(call.in_features, call.out_features) > 1 else "rank-one"
+        return found if found in OBSTACLES or min(call.in_features, call.out_features) > 1 else "rank-one"
 
     def _verdict(self, call: Call) -> str:
         node, source = call.node, self.flows[call.source]

@@ -63,42 +63,38 @@ class Target:
         return any(obstacle.blocking for obstacle in self.obstacles)
 
 
-# blocking: surgery cannot replace the target and keep the model right. Not blocking: it can, and should only where it is asked to by role.
-_TABLE: dict[str, tuple[bool, str]] = {
-    "weight-read": (True, "its parent reads the weight, at least in some cases, and does not call the module"),
-    "raw-weight": (True, "the weight is a parameter of a larger module, there is no nn.Linear to replace"),
-    "conv1x1": (True, "it is a 1x1 convolution, replaced only where convs are asked for (--convs)"),
-    "conv-stride": (True, "the convolution has a stride, padding or groups"),
-    "parametrized": (True, "its weight is parametrized (computed from other tensors)"),
-    "custom-forward": (True, "its class or the module itself overrides the forward of torch's own"),
-    "hooked": (True, "it has hooks, which a replacement would lose"),
-    "tied": (True, "its weight is shared with another module"),
-    "dtype": (True, "its weight is not a floating-point tensor"),
-    "not-called": (True, "the forward pass does not use it"),
-    "head": (False, "it is a classifier head"),
-    "pool": (False, "it serves attention pooling or a pooled vector: one row an image, nothing to gain"),
-    "constant": (False, "its input is the same for every image (a position bias, or learned queries)"),
-    "patch-embedding": (False, "it embeds the patches of the input"),
-    "talking-heads": (False, "it mixes the heads of attention scores"),
-    "rank-one": (False, "one of its sides is 1, so that its matrix has one row or column: nothing to gain"),
-    "no-role": (False, "it belongs neither to attention nor to a feed-forward block"),
-}
-CODES: tuple[str, ...] = tuple(_TABLE)
-
-
 @dataclass(frozen=True)
 class Obstacle:
-    """A reason against replacing a target. ``blocking``: it cannot be done; otherwise it can, but rarely should."""
+    """A reason against replacing a target. ``blocking``: the model would not stay right; otherwise it can be done, but rarely should."""
 
     code: str
     text: str
     blocking: bool
 
 
-def obstacle(code: str) -> Obstacle:
-    """The obstacle of that reason code."""
-    blocking, text = _TABLE[code]
-    return Obstacle(code, text, blocking)
+_BLOCKING = {
+    "weight-read": "its parent reads the weight, at least in some cases, and does not call the module",
+    "raw-weight": "the weight is a parameter of a larger module, there is no nn.Linear to replace",
+    "conv1x1": "it is a 1x1 convolution, replaced only where convs are asked for (--convs)",
+    "conv-stride": "the convolution has a stride, padding or groups",
+    "parametrized": "its weight is parametrized (computed from other tensors)",
+    "custom-forward": "its class or the module itself overrides the forward of torch's own",
+    "hooked": "it has hooks, which a replacement would lose",
+    "tied": "its weight is shared with another module",
+    "dtype": "its weight is not a floating-point tensor",
+    "not-called": "the forward pass does not use it",
+}
+_ADVICE = {
+    "head": "it is a classifier head",
+    "pool": "it serves attention pooling or a pooled vector: one row an image, nothing to gain",
+    "constant": "its input is the same for every image (a position bias, or learned queries)",
+    "patch-embedding": "it embeds the patches of the input",
+    "talking-heads": "it mixes the heads of attention scores",
+    "rank-one": "one of its sides is 1, so that its matrix has one row or column: nothing to gain",
+    "no-role": "it belongs neither to attention nor to a feed-forward block",
+}
+OBSTACLES = {code: Obstacle(code, text, code in _BLOCKING) for code, text in (_BLOCKING | _ADVICE).items()}
+"""All obstacles, by their codes."""
 
 
 def is_plain_pointwise(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> bool:
@@ -126,7 +122,7 @@ def module_obstacles(module: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) -> t
     weight = module._parameters.get("weight")  # a parametrized one is not read: that would compute it, and may change its buffers
     if weight is not None and not weight.is_floating_point():
         codes.append("dtype")
-    return tuple(obstacle(code) for code in codes)
+    return tuple(OBSTACLES[code] for code in codes)
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -2,18 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import Node
 
+from flysurgery.errors import WalkError
 from flysurgery.walker.attention import nested_switches, separating
 from flysurgery.walker.dataflow import Dataflow
-from flysurgery.walker.example import Example
+from flysurgery.walker.example import Example, example_input, positional
 from flysurgery.walker.layout import split_of
-from flysurgery.walker.linears import Call, read_elsewhere
-from flysurgery.walker.owners import CONVOLUTIONS, Owners
-from flysurgery.walker.survey import Survey, survey
-from flysurgery.walker.target import CODES, ROLES, Obstacle, Slice, Target, module_obstacles, obstacle
+from flysurgery.walker.linears import CONVOLUTIONS, Call, Owners, find_calls, read_elsewhere, set_switches
+from flysurgery.walker.roles import verdicts
+from flysurgery.walker.target import OBSTACLES, ROLES, Obstacle, Role, Slice, Switch, Target, module_obstacles
+from flysurgery.walker.trace import Trace, device_of, first_tensor, on_device, shadow, trace
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A traced model: its graph, who owns what in it, its multiplications by a weight, and the role of each.
+
+    ``double`` is the stand-in that was traced, with the model's tensors and ``switches`` set; ``example`` are the inputs, on its device.
+    ``switches`` has the linears' names as keys, ``verdicts`` the nodes of ``calls``: a role, or an obstacle's code.
+    """
+
+    double: nn.Module
+    example: tuple[Any, ...]
+    trace: Trace
+    owners: Owners
+    calls: list[Call]
+    verdicts: dict[Node, str]
+    dataflow: Dataflow
+    switches: dict[str, Switch]
+
+    @property
+    def roles(self) -> dict[Node, Role]:
+        """The role of each of ``calls``, by its node."""
+        return {node: verdict if verdict in ROLES else "other" for node, verdict in self.verdicts.items()}
+
+
+def survey(model: nn.Module, example: Example | None = None, *, prepare: Callable[[nn.Module], None] | None = None) -> Survey:
+    """Trace ``model`` in eval mode on fake tensors, and find its linear maps and their roles. The model stays as it is.
+
+    ``prepare`` may change modules of the stand-in before it is traced. Raises WalkError as ``walk``.
+    """
+    if not isinstance(model, nn.Module):
+        raise WalkError(f"expected a torch.nn.Module to walk, got {type(model).__name__}")
+    double = shadow(model)
+    inputs = on_device(positional(model, example_input(model) if example is None else example), device_of(double))
+    if any(isinstance(each, Tensor) and each.numel() == 0 for each in inputs):
+        raise WalkError(f"the example of {type(model).__name__} is empty; give one with at least one sample")
+    if prepare is not None:
+        prepare(double)
+    switches = set_switches(double)
+    traced, owners = trace(double, inputs), Owners(double)
+    calls = find_calls(traced, owners)
+    first = first_tensor(inputs)
+    if first is not None and first.ndim == 2 and first.is_floating_point() and all(call.rows <= len(first) for call in calls):
+        traced = replace(traced, batch=None)  # rows are tokens of one sample, for all that shows
+    dataflow = Dataflow(traced, calls)
+    return Survey(double, inputs, traced, owners, calls, verdicts(traced, calls, dataflow), dataflow, switches)
 
 
 def walk(model: nn.Module, example: Example | None = None) -> tuple[Target, ...]:
@@ -53,7 +103,7 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
     for fqn, group in grouped.items():
         call = min(group, key=lambda call: ROLES.index(roles[call.node]))
         role, verdict = roles[call.node], seen.verdicts[call.node]
-        found = [obstacle(verdict)] if verdict in CODES else []
+        found = [OBSTACLES[verdict]] if verdict in OBSTACLES else []
         found += _weight_obstacles(modules, owners, call, fqn in read)
         targets.append(
             Target(
@@ -78,15 +128,15 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
 
 def _weight_obstacles(modules: Mapping[str, nn.Module], owners: Owners, call: Call, is_read: bool) -> list[Obstacle]:
     if call.kind == "raw":
-        return [obstacle("raw-weight")]
+        return [OBSTACLES["raw-weight"]]
     module = modules[call.fqn]
     assert isinstance(module, (nn.Linear, *CONVOLUTIONS))  # what is no raw weight belongs to one of these
-    found = [obstacle("conv1x1")] if call.kind == "conv" else []
+    found = [OBSTACLES["conv1x1"]] if call.kind == "conv" else []
     found += module_obstacles(module)
     if owners.is_tied(call.fqn):
-        found.append(obstacle("tied"))
+        found.append(OBSTACLES["tied"])
     if is_read:
-        found.append(obstacle("weight-read"))
+        found.append(OBSTACLES["weight-read"])
     return found
 
 
@@ -110,7 +160,7 @@ def _idle(model: nn.Module, owners: Owners, used: Collection[str]) -> list[Targe
             bias=module._parameters.get("bias") is not None,
             calls=0,
             rows=0,
-            obstacles=(obstacle("not-called"), *module_obstacles(module)),
+            obstacles=(OBSTACLES["not-called"], *module_obstacles(module)),
             aliases=owners.further_names(fqn),
         )
         for fqn, module in model.named_modules()
