@@ -12,7 +12,7 @@ from torch import nn
 from flysurgery.errors import SurgeryError
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
 from flysurgery.surgery import is_optimized
-from flysurgery.surgery.build import dense_layer
+from flysurgery.surgery.change import dense_layer
 
 
 class LoraButterfly(Linear):

@@ -13,7 +13,7 @@ from flysurgery.bench.ceilings import Work, work_of
 from flysurgery.inference import optimize
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import Problem, explain
-from flysurgery.surgery.build import dense_layer
+from flysurgery.surgery.change import dense_layer
 
 OPTIMIZED = ", optimized"
 """Ends the names of models that ``optimize`` made."""

@@ -12,8 +12,17 @@ from flysurgery.calibration import Data, Samples, samples_of
 from flysurgery.errors import OptionError, SurgeryError
 from flysurgery.fidelity import Fidelity, Reconstruction, Settings, measure_fidelity
 from flysurgery.fidelity import reconstruct as reconstruct_blocks
-from flysurgery.surgery.build import build_empty, dense_layer
-from flysurgery.surgery.change import changing, convert, converted_layers, plan_of, refuse_optimized, swap, unconvert
+from flysurgery.surgery.change import (
+    build_empty,
+    changing,
+    convert,
+    converted_layers,
+    dense_layer,
+    plan_of,
+    refuse_optimized,
+    swap,
+    unconvert,
+)
 from flysurgery.surgery.check import check_plan, check_runs, check_weights, example_of
 from flysurgery.surgery.plan import ExampleInput, Plan
 from flysurgery.surgery.projecting import Progress, project_calibrated_layers, project_layers

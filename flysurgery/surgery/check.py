@@ -12,8 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from flysurgery.calibration import unchanged_state
 from flysurgery.errors import PlanError, ProjectionError, SurgeryError, first_line
-from flysurgery.surgery.build import Dense
-from flysurgery.surgery.change import refuse_converted
+from flysurgery.surgery.change import Dense, refuse_converted
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Plan
 from flysurgery.walker import CONVOLUTIONS, Switch, has_own_forward, is_hooked, is_plain_pointwise, modules_with_separated
 

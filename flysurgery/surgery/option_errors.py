@@ -13,8 +13,7 @@ from flysurgery.calibration import Data, collect, samples_of, sensitivities, wat
 from flysurgery.errors import DataError
 from flysurgery.patterns import Architecture, family_of
 from flysurgery.projection import Fitted, Metric, Moments, OutputError, metric_of, output_error, product_of, project, workers
-from flysurgery.surgery.build import Dense, matrix_of
-from flysurgery.surgery.change import changing, prepare
+from flysurgery.surgery.change import Dense, changing, matrix_of, prepare
 from flysurgery.surgery.plan import LayerPlan, Part, Plan, Reason
 from flysurgery.surgery.projecting import NO_ERROR, Progress, fit_products, naming
 

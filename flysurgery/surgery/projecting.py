@@ -32,8 +32,7 @@ from flysurgery.projection import (
     random_start,
     workers,
 )
-from flysurgery.surgery.build import Dense, build, matrix_of
-from flysurgery.surgery.change import changing, prepare, swap
+from flysurgery.surgery.change import Dense, build, changing, matrix_of, prepare, swap
 from flysurgery.surgery.permuting import permute as permute_features
 from flysurgery.surgery.permuting import shared_features
 from flysurgery.surgery.plan import LayerPlan, Part, Plan
