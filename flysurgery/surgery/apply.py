@@ -8,9 +8,9 @@ from typing import Literal
 
 from torch import nn
 
-from flysurgery.calibration import Data, Samples, samples_of
+from flysurgery.calibration import Data, samples_of
 from flysurgery.errors import OptionError, SurgeryError
-from flysurgery.fidelity import Fidelity, Reconstruction, Settings, measure_fidelity
+from flysurgery.fidelity import Settings, measure_fidelity
 from flysurgery.fidelity import reconstruct as reconstruct_blocks
 from flysurgery.surgery.change import (
     build_empty,
@@ -27,7 +27,7 @@ from flysurgery.surgery.check import check_plan, check_runs, check_weights, exam
 from flysurgery.surgery.plan import ExampleInput, Plan
 from flysurgery.surgery.projecting import Progress, project_calibrated_layers, project_layers
 from flysurgery.surgery.report import Report, Row
-from flysurgery.walker import find_cuts, shadow, survey
+from flysurgery.walker import Cut, find_cuts, shadow, survey
 
 
 def apply(
@@ -85,10 +85,12 @@ def apply(
     dense = check_plan(plan, model)
     check_weights(dense)
     params_before = _count(model)
-    calibration, permutations, taken, reference = None, (), None, None
-    if calibrate is not None:
-        taken = samples_of(calibrate, count=samples, shape=sample_shape(plan))
-        reference = _DenseReference(plan, model, taken, _reconstruction(reconstruct, seed, model))
+    calibration, permutations, fidelity, reconstruction = None, (), None, None
+    taken = None if calibrate is None else samples_of(calibrate, count=samples, shape=sample_shape(plan))
+    settings = None
+    if reconstruct is not False:
+        settings = Settings.on(next(model.parameters()).device, None if reconstruct is True else float(reconstruct), seed)
+    twin, cuts = (None, ()) if taken is None else _dense_twin(plan, model, own_tensors=settings is not None)
     if init == "random" or taken is None:
         modules, rows = project_layers(plan.replaced, dense, progress, seed=seed if init == "random" else None)
     else:
@@ -99,7 +101,10 @@ def apply(
         convert(model, plan, modules)
         if verify:
             check_runs(plan, model)
-        fidelity, reconstruction = (None, None) if reference is None else reference.compare(model, progress)
+        if taken is not None and twin is not None:
+            if settings is not None:
+                reconstruction = reconstruct_blocks(model, twin, taken, cuts, settings, progress=progress)
+            fidelity = reconstruction.after if reconstruction else measure_fidelity(model, twin, taken.held_out(), cuts)
     return Report(
         rows=tuple(rows.get(layer.fqn) or Row.of(layer) for layer in plan.layers),
         model_params_before=params_before,
@@ -167,36 +172,19 @@ def sample_shape(plan: Plan) -> tuple[int, ...] | None:
     return first.shape[1:] if isinstance(first, ExampleInput) else None
 
 
-class _DenseReference:
-    """Keeps the dense model from before the change, to compare the converted model with it and to reconstruct it."""
+def _dense_twin(plan: Plan, dense: nn.Module, *, own_tensors: bool) -> tuple[nn.Module, tuple[Cut, ...]]:
+    """A stand-in for the dense model that stays as the model is now, and where the two can be compared.
 
-    def __init__(self, plan: Plan, dense: nn.Module, samples: Samples, settings: Settings | None) -> None:
-        """``settings`` are those of the reconstruction, None for none.
+    With ``own_tensors``, which a reconstruction needs, it shares no parameters with the model.
 
-        Raises:
-            SurgeryError: a reconstruction is asked for, and the plan does not say what the model takes.
-        """
-        self._samples, self._settings = samples, settings
-        example = example_of(plan, dense)
-        if example is None and settings is not None:
-            raise SurgeryError("the plan describes no example input to trace the model with, which reconstruction needs; plan with tensors")
-        self._cuts = () if example is None else find_cuts(survey(dense, example))
-        # A reconstruction changes parameters that the two models would share otherwise.
-        self._dense = shadow(dense) if settings is None else copy.deepcopy(shadow(dense))
-
-    def compare(self, model: nn.Module, progress: Progress | None) -> tuple[Fidelity, Reconstruction | None]:
-        """Reconstruct the converted model in place, if there are settings for it, and measure its fidelity."""
-        if self._settings is None:
-            return measure_fidelity(model, self._dense, self._samples.held_out(), self._cuts), None
-        done = reconstruct_blocks(model, self._dense, self._samples, self._cuts, self._settings, progress=progress)
-        return done.after, done
-
-
-def _reconstruction(minutes: bool | float, seed: int, model: nn.Module) -> Settings | None:
-    """The settings for ``reconstruct``: True is the default for the model's device, False is none."""
-    if minutes is False:
-        return None
-    return Settings.on(next(model.parameters()).device, None if minutes is True else float(minutes), seed)
+    Raises:
+        SurgeryError: a reconstruction is asked for, and the plan does not say what the model takes.
+    """
+    example = example_of(plan, dense)
+    if example is None and own_tensors:
+        raise SurgeryError("the plan describes no example input to trace the model with, which reconstruction needs; plan with tensors")
+    cuts = () if example is None else find_cuts(survey(dense, example))
+    return (copy.deepcopy(shadow(dense)) if own_tensors else shadow(dense)), cuts
 
 
 def _count(model: nn.Module) -> int:
