@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from flysurgery.checkpoint.base import TRANSFORMERS
-from flysurgery.surgery import Plan
+from flysurgery.surgery import Plan, measures
 
 CARD = """---
 library_name: {library}
@@ -128,15 +128,4 @@ def _top1(run: Mapping[str, Any]) -> str:
 
 
 def _shown(fidelity: Mapping[str, Any]) -> str:
-    """The numbers of a fidelity, in one line."""
-    parts = [f"output cosine {_number(fidelity['output_cosine'])}"]
-    if fidelity.get("token_cosine") is not None:
-        parts.append(f"token cosine {_number(fidelity['token_cosine'])}")
-    parts.append(f"relative error {_number(fidelity['relative_error'])}")
-    if fidelity.get("agreement") is not None:
-        parts.append(f"same top class {fidelity['agreement']:.2%}")
-    return ", ".join(parts)
-
-
-def _number(value: float | None) -> str:
-    return "no number" if value is None else f"{value:.3f}"
+    return ", ".join(f"{what} {value}" for what, value in measures(fidelity))

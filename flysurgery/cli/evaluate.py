@@ -68,7 +68,7 @@ def evaluate(
     if as_json:
         print_json({"model": model, "against": against, "data": data} | json_of(fidelity))
         return
-    print_table(("fidelity", "value"), [*measures(fidelity), ("samples", str(fidelity.samples))], right=("value",))
+    print_table(("fidelity", "value"), [*measures(vars(fidelity)), ("samples", str(fidelity.samples))], right=("value",))
     errors = block_errors(fidelity)
     if errors is not None:
         typer.echo(f"\n{errors}")

@@ -29,6 +29,14 @@ UNKNOWN = "its fidelity is unknown: no data were given; --calibrate DATA measure
 
 TOP_CLASS = "same top class"
 
+MEASURES = {
+    "output cosine": ("output_cosine", 1.0),
+    "token cosine": ("token_cosine", 1.0),
+    "relative error": ("relative_error", 0.0),
+    TOP_CLASS: ("agreement", 1.0),
+}
+"""By what each measure of a fidelity is called: its attribute, and the dense model's value."""
+
 MOVED = ("in a new order", "role", "layers", "fit error before", "after")
 STAYED = ("in their own order", "n", "what", "why")
 PLANNED = (
@@ -234,17 +242,17 @@ def _permutation_tables(permutations: Sequence[Permutation]) -> str:
     )
 
 
-def measures(found: Fidelity) -> list[tuple[str, str]]:
-    """The names and values of all measures."""
-    return [(what, _shown(what, value)) for what, (_, value) in _values(found).items() if value is not None]
+def measures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The names and values of all measures that a fidelity has; it may be read from JSON, which has no NaN."""
+    always = ("output_cosine", "relative_error")
+    return [(what, _shown(what, found[name])) for what, (name, _) in MEASURES.items() if name in always or found.get(name) is not None]
 
 
 def fidelity_rows(after: Fidelity, before: Fidelity | None = None, how: str = "") -> list[tuple[str, ...]]:
     """Rows for ``changes_table``. Before is the dense model where there is nothing else; ``how`` says what was done."""
-    start = None if before is None else _values(before)
     rows = []
-    for what, (dense, value) in _values(after).items():
-        old = dense if start is None else start[what][1]
+    for what, (name, dense) in MEASURES.items():
+        old, value = dense if before is None else getattr(before, name), getattr(after, name)
         if old is not None and value is not None:
             change = f"{100 * (value - old):+.2f} points" if what == TOP_CLASS else f"{value - old:+.3f}"
             rows.append((what, _shown(what, old), _shown(what, value), change))
@@ -279,15 +287,5 @@ def verdict(found: Fidelity | None, *, reconstructed: bool) -> str | None:
     return f"its {name} cosine of {lowest:.3f} is below {ENOUGH:g}, so the model needs {more} or finetune"
 
 
-def _values(found: Fidelity) -> dict[str, tuple[float, float | None]]:
-    """The dense model's value and the measured one, by name."""
-    return {
-        "output cosine": (1.0, found.output_cosine),
-        "token cosine": (1.0, found.token_cosine),
-        "relative error": (0.0, found.relative_error),
-        TOP_CLASS: (1.0, found.agreement),
-    }
-
-
-def _shown(what: str, value: float) -> str:
-    return f"{value:.2%}" if what == TOP_CLASS else f"{value:.3f}"
+def _shown(what: str, value: float | None) -> str:
+    return "no number" if value is None else f"{value:.2%}" if what == TOP_CLASS else f"{value:.3f}"
