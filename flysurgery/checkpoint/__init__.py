@@ -2,8 +2,11 @@
 
 from flysurgery.checkpoint.base import TRANSFORMERS as TRANSFORMERS
 from flysurgery.checkpoint.base import build_base as build_base
+from flysurgery.checkpoint.base import build_random as build_random
 from flysurgery.checkpoint.base import check_base as check_base
 from flysurgery.checkpoint.base import transformers_class as transformers_class
+from flysurgery.checkpoint.config import PROCESSOR as PROCESSOR
+from flysurgery.checkpoint.config import describe_images as describe_images
 from flysurgery.checkpoint.config import vouch_for_weights as vouch_for_weights
 from flysurgery.checkpoint.dense import check_dense_folder as check_dense_folder
 from flysurgery.checkpoint.dense import load_dense as load_dense
@@ -18,8 +21,5 @@ from flysurgery.checkpoint.save import check_folder as check_folder
 from flysurgery.checkpoint.save import push_to_hub as push_to_hub
 from flysurgery.checkpoint.save import read_report as read_report
 from flysurgery.checkpoint.save import save as save
-from flysurgery.checkpoint.shell import build_random as build_random
 from flysurgery.checkpoint.tensors import read_device as read_device
 from flysurgery.checkpoint.timm_entry import build_for_timm as build_for_timm
-from flysurgery.checkpoint.transformers_folder import PROCESSOR as PROCESSOR
-from flysurgery.checkpoint.transformers_folder import describe_images as describe_images

@@ -15,12 +15,11 @@ from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, TRANSFORMERS, build_base
-from flysurgery.checkpoint.config import CLAIMS, data_config, describe_data, read_config
+from flysurgery.checkpoint.config import CLAIMS, PROCESSOR, data_config, describe_data, processor_of, read_config
 from flysurgery.checkpoint.files import open_regular, open_tensors
 from flysurgery.checkpoint.folder import check_target, new_folder, write_json
-from flysurgery.checkpoint.header import SCHEMA_KEY
+from flysurgery.checkpoint.load import SCHEMA_KEY
 from flysurgery.checkpoint.tensors import difference
-from flysurgery.checkpoint.transformers_folder import write_by_transformers
 from flysurgery.errors import CheckpointError, ModelError, raised_as
 
 WRAPPERS = ("state_dict", "model")
@@ -97,11 +96,26 @@ def save_dense(model: nn.Module, folder: str | Path, base: str, base_args: Mappi
     config = {"architecture": architecture, "model_args": dict(base_args), "pretrained_cfg": data_config(model, base_args)}
     with new_folder(target, force=force) as fresh:
         if base.startswith(TRANSFORMERS):
-            write_by_transformers(model, fresh)
+            _write_by_transformers(model, fresh)
             return
         weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
         save_file(weights, fresh / FILES[0], metadata={"format": "pt"})
         write_json(fresh / FILES[1], config)
+
+
+def _write_by_transformers(model: Any, folder: Path) -> None:
+    """Write a dense model as ``save_pretrained`` does, with the settings of its image processor."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    if processor_of(model):
+        write_json(folder / PROCESSOR, processor_of(model))
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

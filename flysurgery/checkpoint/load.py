@@ -10,27 +10,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from flysurgery.checkpoint.base import ENTRY_POINT, transformers_class
-from flysurgery.checkpoint.config import describe, plan_in, read_config
-from flysurgery.checkpoint.files import TensorFile, open_tensors
+from flysurgery.checkpoint.base import ENTRY_POINT, build_shell, transformers_class
+from flysurgery.checkpoint.config import describe, is_of_transformers, plan_in, read_config
+from flysurgery.checkpoint.files import TensorFile, open_tensors, parse_json
 from flysurgery.checkpoint.folder import FILES
-from flysurgery.checkpoint.header import SCHEMA_KEY, Header, plan_sha256
 from flysurgery.checkpoint.meter import Limits
-from flysurgery.checkpoint.shell import build_shell
 from flysurgery.checkpoint.tensors import (
     SAFETENSORS_DTYPES,
+    canonical,
     difference,
     read_device,
     read_dtype,
     sha256_of_each,
+    sha256_of_text,
     single_float_dtype,
     unstored_buffers,
 )
-from flysurgery.checkpoint.transformers_folder import is_of_transformers
 from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as, shortened
 from flysurgery.inference import optimize as make_faster
 
 WEIGHTS, PICKLE, REPORT = "model.safetensors", "pytorch_model.bin", "report.json"
+
+SCHEMA = "1"
+"""The number that checkpoints carry in the header of their weights; other numbers are refused."""
+
+SCHEMA_KEY = "flysurgery.schema"
 
 HUB = "hf-hub:"
 """What names of repositories of the Hugging Face hub begin with, as for timm."""
@@ -141,9 +145,9 @@ def _read(
     folder = file.path.parent
     # ``save`` writes a report and a whole header; timm writes neither. A part of a header means damage.
     by_timm = set(file.metadata) <= {"format"} and config.get("architecture") == ENTRY_POINT and not (folder / REPORT).exists()
-    header = None if by_timm else Header.from_metadata(file.metadata, str(file.path))
+    listed = None if by_timm else _listed(file)
     plan = plan_in(config, folder)
-    if header is not None and header.plan_sha256 != plan_sha256(plan):
+    if listed is not None and file.metadata["plan_sha256"] != sha256_of_text(canonical(plan.to_json())):
         raise CheckpointError(f"{folder / 'config.json'} does not match model.safetensors: its plan or the base's arguments were changed")
     try:
         model = build_shell(plan.with_arguments(overrides), Limits.of_stored(file.shapes.values()))
@@ -153,8 +157,8 @@ def _read(
             raise
         changed = f" with {dict(overrides)}" if overrides else ""
         raise CheckpointError(f"{folder} cannot be loaded{changed}: {error}") from error
-    if header is not None:
-        _check_listed(file, header, verify=verify)
+    if listed is not None:
+        _check_listed(file, listed, verify=verify)
     _fill(model, file, device, dtype)
     return model
 
@@ -191,16 +195,47 @@ def _check_tensors(file: TensorFile, model: nn.Module) -> None:
             raise CheckpointError(f"{file.path} does not fit its plan: {name} is {dtype} instead of {tensor.dtype}")
 
 
-def _check_listed(file: TensorFile, header: Header, *, verify: bool) -> None:
+def _listed(file: TensorFile) -> dict[str, list[str]]:
+    """The dtype of each tensor, by safetensors' name ("F32"), and its SHA-256, as ``save`` lists them in the file's header.
+
+    The header may come from anywhere: all of it is checked (CheckpointError). It also has the hash of the plan with its base.
+    """
+    where, metadata = file.path, file.metadata
+    if SCHEMA_KEY not in metadata:
+        raise CheckpointError(f"{where} is no flysurgery checkpoint: its header has no {SCHEMA_KEY}; dense models are loaded with timm")
+    if metadata[SCHEMA_KEY] != SCHEMA:
+        raise CheckpointError(
+            f"{where} has schema {metadata[SCHEMA_KEY]}, this version reads schema {SCHEMA}; "
+            f"use flysurgery {metadata.get('version', 'of the version that wrote it')}"
+        )
+    lacking = [key for key in ("plan_sha256", "tensors", "tensors_sha256") if key not in metadata]
+    if lacking:
+        raise CheckpointError(f"{where} is damaged: its header has no {', '.join(lacking)}")
+    if sha256_of_text(metadata["tensors"]) != metadata["tensors_sha256"]:
+        raise CheckpointError(f"{where} is damaged or was changed: tensors_sha256 does not match its tensors")
+    try:
+        tensors = parse_json(metadata["tensors"])
+    except ValueError as error:
+        raise CheckpointError(f"{where} is damaged: its tensors are no JSON") from error
+    if not isinstance(tensors, dict) or not all(map(_is_dtype_and_hash, tensors.values())):
+        raise CheckpointError(f"{where} is damaged: its tensors do not map names to dtypes and hashes")
+    return tensors
+
+
+def _is_dtype_and_hash(entry: object) -> bool:
+    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)
+
+
+def _check_listed(file: TensorFile, listed: Mapping[str, list[str]], *, verify: bool) -> None:
     """Refuse a file with other tensors or dtypes than its header lists, or, by reading the whole file once, with other hashes."""
-    listed = {name: SAFETENSORS_DTYPES.get(dtype) for name, (dtype, _) in header.tensors.items()}
-    for name in (*file.dtypes, *listed):
-        if file.dtypes.get(name) != listed.get(name):
+    dtypes = {name: SAFETENSORS_DTYPES.get(dtype) for name, (dtype, _) in listed.items()}
+    for name in (*file.dtypes, *dtypes):
+        if file.dtypes.get(name) != dtypes.get(name):
             raise CheckpointError(
-                f"{file.path} is damaged: its header lists {name} as {listed.get(name)}, and it is {file.dtypes.get(name)}"
+                f"{file.path} is damaged: its header lists {name} as {dtypes.get(name)}, and it is {file.dtypes.get(name)}"
             )
-    found = sha256_of_each(header.tensors, file.window) if verify else {}
-    wrong = [name for name, sha256 in found.items() if sha256 != header.tensors[name][1]]
+    found = sha256_of_each(listed, file.window) if verify else {}
+    wrong = [name for name, sha256 in found.items() if sha256 != listed[name][1]]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise CheckpointError(

@@ -15,25 +15,25 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flysurgery.checkpoint.base import build_shell
 from flysurgery.checkpoint.card import model_card
-from flysurgery.checkpoint.config import config_of
+from flysurgery.checkpoint.config import PROCESSOR, config_of, processor_of
 from flysurgery.checkpoint.files import read_json
 from flysurgery.checkpoint.folder import check_space, check_target, new_folder, write_json
-from flysurgery.checkpoint.header import Header, plan_sha256
-from flysurgery.checkpoint.load import HUB, is_converted
+from flysurgery.checkpoint.load import HUB, SCHEMA, SCHEMA_KEY, is_converted
 from flysurgery.checkpoint.meter import Limits
-from flysurgery.checkpoint.shell import build_shell
 from flysurgery.checkpoint.tensors import (
     SAFETENSORS_DTYPES,
     bytes_of,
+    canonical,
     collect,
     difference,
     read_dtype,
     sha256_of_each,
+    sha256_of_text,
     single_float_dtype,
     unstored_buffers,
 )
-from flysurgery.checkpoint.transformers_folder import PROCESSOR, processor_of
 from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as
 from flysurgery.surgery import Plan, Row, as_json, is_of_transformers, plan_of, transformers_arguments
 
@@ -82,15 +82,29 @@ def save(
     facts = _report_json(plan, report, accuracy)
     floats = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()})
     config = config_of(model, plan)
-    hashes, names = sha256_of_each(tensors, tensors.__getitem__), {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-    header = Header(plan_sha256(plan), {name: (names[tensor.dtype], hashes[name]) for name, tensor in tensors.items()})
+    header = _header(plan, tensors)
     with new_folder(target, force=force) as fresh:
         write_json(fresh / "config.json", config)
         write_json(fresh / "report.json", facts)
         if processor_of(model):
             write_json(fresh / PROCESSOR, processor_of(model))
         (fresh / "README.md").write_text(model_card(target.name, plan, facts, ", ".join(floats), config), encoding="utf-8")
-        save_file(tensors, fresh / "model.safetensors", metadata=header.to_metadata(_version()))
+        save_file(tensors, fresh / "model.safetensors", metadata=header)
+
+
+def _header(plan: Plan, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """What the file of weights says of them and of the plan: the dtype of each tensor, and the hashes of all."""
+    names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+    hashes = sha256_of_each(tensors, tensors.__getitem__)
+    listed = canonical({name: (names[tensor.dtype], hashes[name]) for name, tensor in tensors.items()})
+    return {
+        "format": "pt",
+        SCHEMA_KEY: SCHEMA,
+        "version": _version(),
+        "plan_sha256": sha256_of_text(canonical(plan.to_json())),
+        "tensors": listed,
+        "tensors_sha256": sha256_of_text(listed),
+    }
 
 
 def push_to_hub(model: nn.Module, repository: str, *, private: bool = False, token: str | None = None, **options: Any) -> str:

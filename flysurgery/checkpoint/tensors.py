@@ -1,11 +1,13 @@
-"""The tensors of a model as a file holds them: their dtypes, names, shapes and hashes."""
+"""The tensors of a model as a file holds them: their dtypes, names and shapes; and the hashes of these and of the plan."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +141,16 @@ def sha256_of_each(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> 
 def _sha256(tensor: Tensor) -> str:
     # hashlib takes what offers its memory, which NumPy does for bytes, and PyTorch for no dtype.
     return hashlib.sha256(bytes_of(tensor).numpy().data).hexdigest()
+
+
+def sha256_of_text(text: str) -> str:
+    """The SHA-256 of a text, in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def canonical(value: Any) -> str:
+    """JSON in one way only: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:  # shape: (bytes,)

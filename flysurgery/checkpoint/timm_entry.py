@@ -9,10 +9,9 @@ from typing import Any
 from timm.models._features import FeatureGetterNet
 from torch import nn
 
-from flysurgery.checkpoint.base import ENTRY_POINT, build_base, plain_arguments
+from flysurgery.checkpoint.base import ENTRY_POINT, build_base, build_random, plain_arguments
 from flysurgery.checkpoint.config import describe_data
 from flysurgery.checkpoint.load import downloaded, in_one_sentence, read_model
-from flysurgery.checkpoint.shell import build_random
 from flysurgery.checkpoint.tensors import single_float_dtype
 from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as
 from flysurgery.patterns import MAX_FEATURES

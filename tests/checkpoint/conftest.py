@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flysurgery.checkpoint import load, save
-from flysurgery.checkpoint.header import canonical
-from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, sha256_of_each
+from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, canonical, sha256_of_each
 from flysurgery.errors import CheckpointError
 from flysurgery.inference import convert as convert_model
 from flysurgery.surgery import Report, install, plan

@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from torch import nn
 
 from flysurgery.checkpoint import check_folder, load, save
+from flysurgery.checkpoint.config import PROCESSOR
 from flysurgery.checkpoint.folder import FILES, new_folder
-from flysurgery.checkpoint.transformers_folder import PROCESSOR
 from flysurgery.errors import CheckpointError
 from tests.checkpoint.conftest import ARGUMENTS, BASE, Converted, install_random, read_weights, sha256, small_model, snapshot
 from tests.support.processes import kills, run_apart

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import flysurgery
-from flysurgery.checkpoint.transformers_folder import describe_images
+from flysurgery.checkpoint.config import describe_images
 from flysurgery.errors import SurgeryError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.surgery import plan_of
