@@ -22,6 +22,7 @@ Train = Annotated[bool, options.option(options.MEASUREMENT, "--train/--no-train"
 
 
 def autotune(
+    context: typer.Context,
     model: options.Model,
     batch: Batch = 128,
     dtype: Arithmetic = "float16,bfloat16,tf32,float32",
@@ -57,9 +58,8 @@ def autotune(
     if isinstance(source, ConvertedFolder):
         network = source.build(pretrained=False, seed=0, device=target)
     else:
-        network = source.skeleton().model
-        plan = surgery.plan(network, arch, roles=options.roles_of(roles), nblocks=nblocks, rank=rank, patterns=patterns)
-        surgery.install(plan, network)
+        network = source.skeleton()
+        surgery.install(source.plan(network, arch, context.params), network)
         network = network.to_empty(device=target).eval()
     with progress("autotuning") as step:
         tunings = tune(lambda: [_step(network, batch, name, train) for name in arithmetics], progress=step)

@@ -81,6 +81,7 @@ def multiply(
 
 @app.command("model", cls=Command)
 def model(
+    context: typer.Context,
     model: options.DenseModel,
     arch: options.Arch = "monarch",
     nblocks: options.Nblocks = 4,
@@ -104,7 +105,6 @@ def model(
     as_json: options.Json = False,
 ) -> None:
     """Say whether conversion makes MODEL faster on this machine, and which layers should stay dense; needs no weights."""
-    from flysurgery import surgery
     from flysurgery.bench import model as models
     from flysurgery.bench import modes_of, rows_of_case
     from flysurgery.bench.rows import typed
@@ -117,18 +117,7 @@ def model(
     if others:
         raise OptionError(f"bench model takes one mode at a time, got {mode}")
     source = find_dense(model, base=base, model_args=model_args)
-    skeleton = source.skeleton()
-    plan = surgery.plan(
-        skeleton.model,
-        arch,
-        roles=options.roles_of(roles),
-        include=include,
-        exclude=exclude,
-        nblocks=nblocks,
-        rank=rank,
-        base=skeleton.base,
-        base_args=skeleton.base_args,
-    )
+    plan = source.plan(source.skeleton(), arch, context.params)
     protocol = protocol_of(launch, rounds, seed, quick=quick, seconds=(0.1, 0.5))
     name = models.model_name(source.name, options.model_arguments(model_args))
     settings = models.ModelSettings(name, target, batch, precision, search=not quick, optimized=optimized, protocol=protocol)

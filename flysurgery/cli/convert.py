@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 @together()
 def convert(
+    context: typer.Context,
     model: options.DenseModel,
     arch: options.ChoosableArch = None,
     nblocks: options.Nblocks = 4,
@@ -71,7 +72,6 @@ def convert(
 
     fits = {"sequential": sequential, "permute": permute, "reconstruct": reconstruct}
     surgery.check_calibration(calibrate, samples=samples, fidelity=fidelity, **fits)
-    choices = options.choices_of(per_layer)
     if minutes is not None and not reconstruct:
         raise OptionError("--minutes is the budget of --reconstruct; give both, or neither")
     if minutes is not None:
@@ -81,7 +81,7 @@ def convert(
     check_shared(shared=reconstruct and not (measure or dry_run or fidelity))
     if fidelity is not None and dry_run:
         raise OptionError("--fidelity converts copies to find its budget, which --dry-run does not; leave one out")
-    given = {"nblocks": nblocks != 4, "rank": rank, "patterns": patterns, "per_layer": choices, "arch": arch}
+    given = {"nblocks": nblocks != 4, "rank": rank, "patterns": patterns, "per_layer": options.choices_of(per_layer), "arch": arch}
     named = [name for name, value in given.items() if value]
     allocated = surgery.check_budget(budget, measured=measure, named=named, fidelity=fidelity)
     if plot is not None and not allocated:
@@ -97,29 +97,14 @@ def convert(
     if allocated or not dry_run:
         source.check_weights(pretrained=pretrained)
     skeleton = source.skeleton()
-    plan = surgery.plan(
-        skeleton.model,
-        surgery.PLACEHOLDER if allocated else arch or "monarch",
-        roles=options.roles_of(roles),
-        include=include,
-        exclude=exclude,
-        blocks=blocks,
-        min_size=min_size,
-        convs=convs,
-        nblocks=nblocks,
-        rank=rank,
-        patterns=patterns,
-        per_layer=choices,
-        base=skeleton.base,
-        base_args=skeleton.base_args,
-    )
+    plan = source.plan(skeleton, surgery.PLACEHOLDER if allocated else arch or "monarch", context.params)
     if dry_run and not allocated:
         _print_plan(plan, None, None, as_json=as_json)
         return
-    data = None if evaluate is None else evaluation.load_data(evaluate, skeleton.model)
+    data = None if evaluate is None else evaluation.load_data(evaluate, skeleton)
     inputs = None
     if calibrate is not None:
-        inputs = tell_skipped(evaluation.load_calibration(calibrate, skeleton.model, samples=samples, pictures=reconstruct))
+        inputs = tell_skipped(evaluation.load_calibration(calibrate, skeleton, samples=samples, pictures=reconstruct))
     network = source.build(pretrained=pretrained, seed=seed, device=target)
     fitting = {**fits, "init": init, "seed": seed, "reconstruct": reconstruct if minutes is None else minutes}
     tradeoff = measurement = None
@@ -131,7 +116,7 @@ def convert(
     if dry_run:
         _print_plan(plan, tradeoff, measurement, as_json=as_json)
         return
-    storage.check_space(folder, _bytes(skeleton.model, plan, dtype))
+    storage.check_space(folder, _bytes(skeleton, plan, dtype))
     before = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
     with progress("converting") as step:
         given = {"calibrate": inputs, "samples": samples, "progress": step, **fitting}

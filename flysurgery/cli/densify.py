@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from flysurgery.cli import options
-from flysurgery.errors import CheckpointError
 
 
 def densify(
@@ -19,15 +18,14 @@ def densify(
 ) -> None:
     """Multiply the factors out: a converted folder becomes a dense model folder."""
     from flysurgery import checkpoint, surgery
+    from flysurgery.cli.source import base_of
     from flysurgery.cli.tables import print_json
 
     checkpoint.check_dense_folder(out, force=force)
     model = checkpoint.load(folder)
-    plan = surgery.plan_of(model)
-    if plan is None or plan.base is None:
-        raise CheckpointError(f"{folder} does not say which dense model it was made from")
+    described = base_of(model, folder)
     layers = surgery.densify(model)
-    checkpoint.save_dense(model, out, plan.base, plan.base_args, force=force)
+    checkpoint.save_dense(model, out, *described, force=force)
     if as_json:
         print_json({"folder": str(out), "layers": layers})
         return

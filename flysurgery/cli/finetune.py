@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from flysurgery.cli import options
 from flysurgery.cli.options import option
-from flysurgery.errors import OptionError
+from flysurgery.errors import CheckpointError, OptionError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flysurgery.cli.source import Source
 
 IMAGES, TEACHER, TRAINING, PROGRESS = "Images", "The dense model as a teacher", "Training", "Progress"
 """The groups of options in the help, beside those of all verbs."""
@@ -88,9 +93,8 @@ def finetune(
     """Train a converted model, with or without a teacher; one command for a CPU, a GPU, and accelerate launch -m flysurgery.cli."""
     from flysurgery import checkpoint as storage
     from flysurgery import surgery
-    from flysurgery.cli.finetune_report import build, check_out, network_of, print_outcome
     from flysurgery.cli.source import ConvertedFolder, find_pair
-    from flysurgery.cli.tables import progress
+    from flysurgery.cli.tables import accuracy_rows, print_json, progress
     from flysurgery.finetune import Settings, check_installed, held_out_data, judging_data, leave_processes, train, training_data
 
     settings = Settings(**{field.name: context.params[field.name] for field in fields(Settings)})  # each is an option of that name
@@ -98,8 +102,11 @@ def finetune(
     if teacher is None and (blocks_weight is not None or output_weight is not None):
         raise OptionError("--output-weight and --blocks-weight go with --teacher MODEL, and none was given")
     source, other = find_pair(model, teacher, base=base, model_args=model_args, checkpoint=checkpoint)
-    check_out(source, out, dense=not isinstance(source, ConvertedFolder) or densify_after is not None, force=force)
-    network, described = network_of(source, scratch=scratch, pretrained=pretrained, seed=seed)
+    ends_dense = not isinstance(source, ConvertedFolder) or densify_after is not None
+    target = (storage.check_dense_folder if ends_dense else storage.check_folder)(out, force=force)
+    if isinstance(source, ConvertedFolder) and source.folder.resolve() == target:
+        raise CheckpointError(f"{out} is the model that is trained; choose another folder with --out")
+    network, described = _start(source, scratch=scratch, pretrained=pretrained, seed=seed)
     plan, earlier = surgery.plan_of(network), {}
     if isinstance(source, ConvertedFolder) and plan is not None and not scratch:  # nothing is known of a model that begins anew
         earlier = storage.read_report(source.folder, plan)
@@ -107,7 +114,7 @@ def finetune(
     images = training_data(data, network, settings, root=data_root, teacher=taught, aside=evaluate is None)
     find_held_out = held_out_data if evaluate is None else judging_data
     held_out = find_held_out(data if evaluate is None else evaluate, network, root=data_root, teacher=taught)
-    judge = None if other is None else build(other, pretrained=True, seed=0)
+    judge = None if other is None else _built(other, pretrained=True, seed=0)
     storage.check_space(out, 4 * sum(parameter.numel() for parameter in network.parameters()))
     folder = out.with_name(f"{out.name}.training")
     try:
@@ -125,4 +132,41 @@ def finetune(
         storage.save_dense(trained, out, *described, force=force)
     else:
         storage.save(trained, out, dtype=dtype, force=force, report=earlier | {"finetune": facts})
-    print_outcome(outcome, out, folder, as_json=as_json, facts=facts)
+    if as_json:
+        print_json({"folder": str(out), "log": str(folder / "log.csv")} | facts)
+        return
+    rows = []
+    if outcome.before is not None and outcome.after is not None:
+        rows += accuracy_rows(outcome.before, outcome.after)
+    if outcome.fidelity_before is not None and outcome.fidelity_after is not None:
+        rows += surgery.fidelity_rows(outcome.fidelity_after, outcome.fidelity_before)
+    if rows:
+        typer.echo(surgery.changes_table("fine-tuning", rows) + "\n")
+    if not outcome.labelled:
+        typer.echo(f"{data} is used without labels; the state of update {outcome.kept} is the closest to the teacher")
+    typer.echo(f"{outcome.updates} updates, {outcome.images} images in {outcome.seconds:.0f} s ({outcome.images_per_second:.0f} a second)")
+    typer.echo(f"saved in {out}, log in {folder / 'log.csv'}")
+
+
+def _start(source: Source, *, scratch: bool, pretrained: bool, seed: int) -> tuple[nn.Module, tuple[str, dict[str, Any]]]:
+    """The model in float32 as its training begins, and the base that it was made from."""
+    import torch
+
+    from flysurgery import checkpoint, surgery
+    from flysurgery.cli.source import ConvertedFolder, base_of
+
+    torch.manual_seed(seed)
+    if isinstance(source, ConvertedFolder):
+        network = checkpoint.load(source.folder, dtype=torch.float32)
+        described, plan = base_of(network, source.folder), surgery.plan_of(network)
+        return (checkpoint.build_random(plan, {}) if scratch and plan is not None else network), described
+    described = source.described()
+    return checkpoint.build_base(*described) if scratch else _built(source, pretrained=pretrained, seed=seed), described
+
+
+def _built(source: Source, *, pretrained: bool, seed: int) -> nn.Module:
+    """The model in float32, on the CPU."""
+    import torch
+
+    source.check_weights(pretrained=pretrained)
+    return source.build(pretrained=pretrained, seed=seed, device=torch.device("cpu")).float()

@@ -30,7 +30,7 @@ def inspect(
     from flysurgery.cli.tables import print_json
     from flysurgery.walker import block_names, example_input, positional, walk
 
-    network = find_dense(model, base=base, model_args=model_args).skeleton().model
+    network = find_dense(model, base=base, model_args=model_args).skeleton()
     example = example_input(network)
     targets = walk(network, example)
     samples = surgery.count_samples(positional(network, example))

@@ -13,6 +13,7 @@ import timm
 import torch
 from torch import nn
 
+from flysurgery import surgery
 from flysurgery.checkpoint import (
     PROCESSOR,
     TRANSFORMERS,
@@ -27,9 +28,11 @@ from flysurgery.checkpoint import (
     transformers_class,
     vouch_for_weights,
 )
-from flysurgery.cli.options import model_arguments
+from flysurgery.cli.options import choices_of, model_arguments, roles_of
 from flysurgery.errors import CheckpointError, ModelError, OptionError, first_line
-from flysurgery.surgery import transformers_arguments
+
+PLANNING = ("roles", "include", "exclude", "blocks", "min_size", "convs", "nblocks", "rank", "patterns", "per_layer")
+"""The options of verbs that ``surgery.plan`` has under the same names."""
 
 CONNECT_SECONDS = 10.0
 
@@ -37,23 +40,6 @@ HUB_FILES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.
 """Under which names the hub holds the weights of timm's models."""
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt"})
-
-
-@dataclass(frozen=True)
-class Skeleton:
-    """A dense model of which only the shapes matter, and how it is built again."""
-
-    model: nn.Module
-    base: str
-    base_args: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, base: str, base_args: dict[str, Any]) -> Skeleton:
-        """The model on the meta device, in well under a second for most; one whose constructor reads its own numbers, on the CPU."""
-        try:
-            return cls(build_base(base, base_args, device="meta"), base, base_args)
-        except ModelError:
-            return cls(build_base(base, base_args), base, base_args)
 
 
 class Dense:
@@ -64,9 +50,24 @@ class Dense:
     def check_weights(self, *, pretrained: bool) -> None:
         """Raise ``ModelError`` early where ``build`` would find no weights; the message says what to do."""
 
-    def skeleton(self) -> Skeleton:
-        """The model for its shapes."""
+    def described(self) -> tuple[str, dict[str, Any]]:
+        """The base, and the arguments with which it builds the model."""
         raise NotImplementedError
+
+    def skeleton(self) -> nn.Module:
+        """The model for its shapes: on the meta device, in well under a second for most; one that reads its own numbers, on the CPU."""
+        try:
+            return build_base(*self.described(), device="meta")
+        except ModelError:
+            return build_base(*self.described())
+
+    def plan(self, skeleton: nn.Module, arch: str, options: Mapping[str, Any]) -> surgery.Plan:
+        """The plan for the ``skeleton`` by those of a verb's options that choose layers and architectures."""
+        readers = {"roles": roles_of, "per_layer": choices_of}
+        given = {name: options[name] for name in PLANNING if options.get(name) not in (None, (), [])}
+        given |= {name: read(given[name]) for name, read in readers.items() if name in given}
+        base, base_args = self.described()
+        return surgery.plan(skeleton, arch, base=base, base_args=base_args, **given)
 
     def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
         """The model with its weights, or with random ones, in eval mode, on ``device``.
@@ -75,6 +76,10 @@ class Dense:
             ModelError: no weights can be had, or they do not fit the model.
             CheckpointError: a file that cannot be read.
         """
+        torch.manual_seed(seed)
+        return self._built(pretrained=pretrained).to(device).eval()
+
+    def _built(self, *, pretrained: bool) -> nn.Module:
         raise NotImplementedError
 
 
@@ -94,17 +99,16 @@ class Constructor(Dense):
         if pretrained and self.weights is None:
             check_available(self.base)
 
-    def skeleton(self) -> Skeleton:
-        return Skeleton.of(self.base, self.base_args)
+    def described(self) -> tuple[str, dict[str, Any]]:
+        return self.base, self.base_args
 
-    def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
+    def _built(self, *, pretrained: bool) -> nn.Module:
         if self.weights is None and pretrained:
-            return _build_pretrained(self.base, self.base_args).to(device).eval()
-        torch.manual_seed(seed)
+            return _build_pretrained(self.base, self.base_args)
         model = build_base(self.base, self.base_args)
         if self.weights is not None:
             load_weights(model, self.weights)
-        return model.to(device).eval()
+        return model
 
 
 @dataclass(frozen=True)
@@ -118,11 +122,14 @@ class DenseFolder(Dense):
     def _opened(self) -> tuple[nn.Module, str, dict[str, Any]]:
         return load_dense(self.folder)
 
-    def skeleton(self) -> Skeleton:
-        return Skeleton(*self._opened)
+    def described(self) -> tuple[str, dict[str, Any]]:
+        return self._opened[1:]
 
-    def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
-        return self._opened[0].to(device)
+    def skeleton(self) -> nn.Module:
+        return self._opened[0]
+
+    def _built(self, *, pretrained: bool) -> nn.Module:
+        return self._opened[0]
 
 
 @dataclass(frozen=True)
@@ -149,13 +156,15 @@ class TransformersModel(Dense):
     def check_weights(self, *, pretrained: bool) -> None:
         _ = self._base  # the configuration, which is read before anything else is done
 
-    def skeleton(self) -> Skeleton:
-        found = Skeleton.of(*self._base)
-        describe_images(found.model, self._processor)
-        return found
+    def described(self) -> tuple[str, dict[str, Any]]:
+        return self._base
 
-    def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
-        torch.manual_seed(seed)
+    def skeleton(self) -> nn.Module:
+        model = super().skeleton()
+        describe_images(model, self._processor)
+        return model
+
+    def _built(self, *, pretrained: bool) -> nn.Module:
         base, arguments = self._base
         if not pretrained:
             model = build_base(base, arguments)
@@ -169,7 +178,7 @@ class TransformersModel(Dense):
             if missing:
                 raise ModelError(f"{self.where} does not hold all weights of {found.__name__}: it lacks {', '.join(missing[:3])}")
         describe_images(model, self._processor)
-        return model.to(device).eval()
+        return model
 
     @cached_property
     def _base(self) -> tuple[str, dict[str, Any]]:
@@ -199,7 +208,7 @@ class TransformersModel(Dense):
         if len(named) != 1:
             raise ModelError(f"the configuration of {self.where} must name one class in 'architectures', got {named}")
         transformers_class(named[0])
-        return f"transformers:{named[0]}", transformers_arguments(config.to_dict())
+        return f"transformers:{named[0]}", surgery.transformers_arguments(config.to_dict())
 
     @cached_property
     def _processor(self) -> Mapping[str, Any]:
@@ -260,6 +269,14 @@ def find_dense(text: str, *, base: str | None = None, model_args: list[str] | No
     if isinstance(source, Dense):
         return source
     raise ModelError(f"{text} is converted already; make it dense first: flysurgery densify {text} --out DIR")
+
+
+def base_of(model: nn.Module, folder: Path) -> tuple[str, dict[str, Any]]:
+    """The base of a converted model, and its arguments. Raises ``CheckpointError`` where its ``folder`` does not say them."""
+    plan = surgery.plan_of(model)
+    if plan is None or plan.base is None:
+        raise CheckpointError(f"{folder} does not say which dense model it was made from")
+    return plan.base, dict(plan.base_args)
 
 
 def _names_transformers(folder: Path) -> bool:
