@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from flysurgery.calibration import unchanged_state
 from flysurgery.errors import PlanError, ProjectionError, SurgeryError, first_line
 from flysurgery.surgery.change import Dense, refuse_converted
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Plan
-from flysurgery.walker import CONVOLUTIONS, Switch, has_own_forward, is_hooked, is_plain_pointwise, modules_with_separated
+from flysurgery.walker import CONVOLUTIONS, Switch, module_obstacles, modules_with_separated
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -133,16 +132,12 @@ def _input(example: ExampleInput, model: nn.Module) -> Tensor:
 def _checked_dense(layer: LayerPlan, module: nn.Module) -> Dense:
     where = f"layer {layer.fqn}"
     if layer.conv:
-        if not (isinstance(module, CONVOLUTIONS) and is_plain_pointwise(module)):
-            raise PlanError(f"{where}: expected a 1x1 convolution without stride, padding and groups, the model has {module}")
+        if not isinstance(module, CONVOLUTIONS):
+            raise PlanError(f"{where}: expected a 1x1 convolution, the model has a {type(module).__name__}")
     elif not isinstance(module, nn.Linear):
         raise PlanError(f"{where}: expected an nn.Linear, the model has a {type(module).__name__}")
-    if has_own_forward(module):
-        raise PlanError(f"{where}: it is a {type(module).__name__} with a forward of its own, which factors would not repeat")
-    if is_parametrized(module):
-        raise PlanError(f"{where}: its weight is parametrized; remove the parametrization first")
-    if is_hooked(module):
-        raise PlanError(f"{where}: it has hooks, which a new module would lose; remove them first")
+    for obstacle in module_obstacles(module):
+        raise PlanError(f"{where}: {obstacle.text}; change that first, or exclude the layer")
     shape = tuple(module.weight.shape[:2])
     if shape != (layer.out_features, layer.in_features):
         raise PlanError(f"{where}: the plan says {layer.size}, the model has {shape[0]}x{shape[1]}")

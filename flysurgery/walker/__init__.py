@@ -31,9 +31,7 @@ from flysurgery.walker.target import Role as Role
 from flysurgery.walker.target import Slice as Slice
 from flysurgery.walker.target import Switch as Switch
 from flysurgery.walker.target import Target as Target
-from flysurgery.walker.target import has_own_forward as has_own_forward
-from flysurgery.walker.target import is_hooked as is_hooked
-from flysurgery.walker.target import is_plain_pointwise as is_plain_pointwise
+from flysurgery.walker.target import module_obstacles as module_obstacles
 from flysurgery.walker.trace import run_fake as run_fake
 from flysurgery.walker.trace import shadow as shadow
 from flysurgery.walker.walk import Survey as Survey

@@ -29,15 +29,15 @@ def replaced_by(new: Callable[[], nn.Module]) -> Callable[[nn.Module], object]:
 
 INTEGERS = nn.Parameter(torch.zeros(256, 64, dtype=torch.int8), requires_grad=False)
 SPOILED: list[tuple[Callable[[Any], object], type[FlysurgeryError], str]] = [
-    (lambda model: nn.utils.parametrizations.weight_norm(fc1_of(model)), PlanError, "parametrized; remove the parametrization first"),
-    (lambda model: fc1_of(model).register_forward_hook(print), PlanError, "hooks, which a new module would lose; remove them first"),
+    (lambda model: nn.utils.parametrizations.weight_norm(fc1_of(model)), PlanError, "its weight is parametrized .*change that first"),
+    (lambda model: fc1_of(model).register_forward_hook(print), PlanError, "hooks, which a replacement would lose; change that first"),
     (lambda model: setattr(model.blocks[1].mlp.fc1, "weight", fc1_of(model).weight), PlanError, "shares a parameter with blocks.1.mlp.fc1"),
     (lambda model: setattr(model.blocks[1].mlp, "fc1", fc1_of(model)), PlanError, "goes by the names"),
     (replaced_by(lambda: nn.Conv2d(64, 256, 1)), PlanError, "expected an nn.Linear, the model has a Conv2d"),
     (replaced_by(lambda: nn.Linear(64, 128)), PlanError, "the plan says 256x64, the model has 128x64"),
     (lambda model: setattr(fc1_of(model), "bias", None), PlanError, "the model has no bias there, the plan says one"),
     (lambda model: delattr(model.blocks[0].mlp, "fc1"), PlanError, "the model has no module of that name"),
-    (lambda model: setattr(fc1_of(model), "weight", INTEGERS), PlanError, "expected a weight in float16"),
+    (lambda model: setattr(fc1_of(model), "weight", INTEGERS), PlanError, "not a floating-point tensor"),
     (lambda model: fc1_of(model).bias.data.fill_(torch.inf), ProjectionError, "fc1: its bias has NaN or infinite entries"),
     (lambda model: flysurgery.convert(model, include="blocks.0.mlp.fc1"), SurgeryError, "densify it first"),
 ]
