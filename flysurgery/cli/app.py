@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from flysurgery import __version__
-from flysurgery.cli import autotune, bench, convert, densify, doctor, evaluate, finetune, inspect
+from flysurgery.cli import autotune, bench, convert, doctor, evaluate, finetune, inspect
 from flysurgery.cli.options import Command, Group, option
 from flysurgery.errors import FlysurgeryError, shortened
 
@@ -28,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (inspect.inspect, convert.convert, evaluate.evaluate, finetune.finetune, densify.densify, doctor.doctor, autotune.autotune):
+for verb in (inspect.inspect, convert.convert, evaluate.evaluate, finetune.finetune, convert.densify, doctor.doctor, autotune.autotune):
     app.command(cls=Command)(verb)
 app.add_typer(bench.app, name="bench")
 

@@ -1,14 +1,15 @@
-"""``flysurgery convert``: plan, project, replace, save, and say what happened to each layer."""
+"""``flysurgery convert``: plan, project, replace, save, and say what happened to each layer. And ``flysurgery densify``, the way back."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flysurgery.cli import options
+from flysurgery.cli.options import option
 from flysurgery.cli.processes import check_shared, device_of_process, is_first, together
 from flysurgery.errors import OptionError
 
@@ -159,3 +160,25 @@ def _bytes(skeleton: nn.Module, plan: Plan, dtype: options.StorageType | None) -
     saved = sum(layer.params_before - layer.params_after for layer in plan.replaced)
     size = 2 if dtype in ("float16", "bfloat16") else 4
     return size * (sum(parameter.numel() for parameter in skeleton.parameters()) - saved)
+
+
+def densify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A converted folder.")],
+    out: Annotated[Path, option(options.OUTPUT, "--out", "Output folder.", "DIR")],
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:
+    """Multiply the factors out: a converted folder becomes a dense model folder."""
+    from flysurgery import checkpoint, surgery
+    from flysurgery.cli.source import base_of
+    from flysurgery.cli.tables import print_json
+
+    checkpoint.check_dense_folder(out, force=force)
+    model = checkpoint.load(folder)
+    described = base_of(model, folder)
+    layers = surgery.densify(model)
+    checkpoint.save_dense(model, out, *described, force=force)
+    if as_json:
+        print_json({"folder": str(out), "layers": layers})
+        return
+    typer.echo(f"{layers} layers made dense, saved in {out}")
