@@ -158,10 +158,14 @@ def prepare(
     if times is not None and not any(group.faster for group in times):
         raise PlanError(f"nothing would be replaced: {_nearest(times)}")
     units = [unit for layer in plan.replaced for unit in _units(layer)] if times is None else _timed_units(plan, times)
-    counted = "weights" if times is None else "ms"
-    _check_reachable(units, budget, counted)
+    allocation = Allocation(plan, units, "weights" if times is None else "ms", None)
+    if budget is not None and allocation.least > budget:
+        raise OptionError(
+            f"no choice of architectures keeps to a budget of {budget:g}: the smallest reachable share of the dense layers' "
+            f"{allocation.unit} is {allocation.least:.4f}; give at least that"
+        )
     seen = None if calibrate is None else look(plan, model, dense, calibrate, samples)
-    return Allocation(plan, judge(units, dense, seen, progress), counted, None if seen is None else seen.judged_on)
+    return replace(allocation, units=judge(units, dense, seen, progress), judged_on=None if seen is None else seen.judged_on)
 
 
 @dataclass(frozen=True)
@@ -301,16 +305,6 @@ def _nearest(times: Sequence[TimedGroup]) -> str:
     margin = f"{choice.ms / group.dense.ms - 1:+.1%}, and less than {-group.noise:.1%} would count as faster"
     nearest = f"{choice.ms:.3g} ms beside {group.dense.ms:.3g} ms ({margin})"
     return f"nothing is faster than dense here; {choice.name} comes nearest{where}, {nearest}"
-
-
-def _check_reachable(units: Sequence[Unit], budget: float | None, counted: str) -> None:
-    whole = sum(unit.options[0].cost for unit in units)
-    least = sum(min(option.cost for option in unit.options) for unit in units)
-    if budget is not None and least > budget * whole:
-        raise OptionError(
-            f"no choice of architectures keeps to a budget of {budget:g}: the smallest reachable share of the dense layers' {counted} "
-            f"is {least / whole:.4f}; give at least that"
-        )
 
 
 def _spread(curve: Sequence[Point]) -> tuple[Point, ...]:

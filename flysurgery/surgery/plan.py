@@ -103,7 +103,8 @@ class LayerPlan:
         """Stored weights after surgery, without the bias."""
         if not self.is_replaced:
             return self.weights_before
-        return sum(_weights(part, self.in_features) for part in self.parts)
+        dense = sum(part.stop - part.start for part in self.parts if part.architecture is None) * self.in_features
+        return dense + sum(part.architecture.num_parameters for part in self.parts if part.architecture is not None)
 
     @property
     def params_before(self) -> int:
@@ -141,10 +142,6 @@ class LayerPlan:
         if not self.is_replaced:
             return None
         return " and ".join(dict.fromkeys("dense" if part.architecture is None else family_of(part.architecture) for part in self.parts))
-
-
-def _weights(part: Part, in_features: int) -> int:
-    return part.architecture.num_parameters if part.architecture else (part.stop - part.start) * in_features
 
 
 def _check_parts(layer: LayerPlan) -> None:

@@ -168,30 +168,29 @@ def plan(
         PlanError: nothing would be replaced; the message says why.
         WalkError: the model's graph cannot be read.
     """
-    rule = Rule(arch, nblocks, rank, _read_architectures(patterns))
+    given = [patterns] if isinstance(patterns, str | Architecture) else patterns or ()
+    architectures = tuple(each if isinstance(each, Architecture) else Architecture.parse(each) for each in given)
+    rule = Rule(arch, nblocks, rank, architectures)
     rules = Rules(rule, per_layer or {})
     refuse_converted(model)
     name, arguments = find_base(model, base, base_args)
     inputs = positional(model, example_input(model) if example is None else example)
     targets = walk(model, inputs) if targets is None else targets
-    wanted = _default_roles(targets) if roles is None else roles
-    selected = select(targets, roles=wanted, include=include, exclude=exclude, blocks=blocks, min_size=min_size)
+    if roles is None:  # all of them where the model has none, so that the selection fails and lists the roles found
+        roles = tuple(role for role in DEFAULT_ROLES if any(target.role == role for target in targets)) or DEFAULT_ROLES
+    selected = select(targets, roles=roles, include=include, exclude=exclude, blocks=blocks, min_size=min_size)
     chosen = {target.fqn for target in selected}
     samples = count_samples(inputs)
     layers = tuple(_plan_layer(target, rules, samples, selected=target.fqn in chosen, convs=convs) for target in targets)
-    of_selected = [layer for layer in layers if layer.fqn in chosen]
     rules.check_met()
     _check_patterns_match(rule, selected)
-    _check_not_empty(of_selected)
     replaced = {layer.fqn for layer in layers if layer.is_replaced}
+    if not replaced:
+        reasons = Counter(layer.reason for layer in layers if layer.fqn in chosen and layer.reason is not None)
+        why = "; ".join(f"{reason.code} ({count} layers): {reason.text}" for reason, count in reasons.most_common(4))
+        raise PlanError(f"nothing would be replaced: {why}")
     switches = tuple(dict.fromkeys(switch for target in targets if target.fqn in replaced for switch in target.switches))
     return Plan(layers, switches, name, arguments, _describe(inputs))
-
-
-def _default_roles(targets: Sequence[Target]) -> tuple[str, ...]:
-    """The default roles that the model has. If it has none, all of them, so that the selection fails and lists the roles found."""
-    present = {target.role for target in targets}
-    return tuple(role for role in DEFAULT_ROLES if role in present) or DEFAULT_ROLES
 
 
 def _plan_layer(target: Target, rules: Rules, samples: int, *, selected: bool, convs: bool) -> LayerPlan:
@@ -252,14 +251,6 @@ def _check_patterns_match(rule: Rule, targets: Sequence[Target]) -> None:
             )
 
 
-def _check_not_empty(layers: Sequence[LayerPlan]) -> None:
-    if any(layer.is_replaced for layer in layers):
-        return
-    reasons = Counter(layer.reason for layer in layers if layer.reason is not None)
-    why = "; ".join(f"{reason.code} ({count} layers): {reason.text}" for reason, count in reasons.most_common(4))
-    raise PlanError(f"nothing would be replaced: {why}")
-
-
 def count_samples(inputs: tuple[Any, ...]) -> int:
     """The number of samples in an example: rows of its first tensor, or tensors of its first list."""
     first = next((each for each in inputs if each is not None), None)
@@ -283,8 +274,3 @@ def _described(tensor: Tensor) -> ExampleInput:
     small = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta) and tensor.numel() <= MAX_VALUES
     values = [int(value) for value in tensor.flatten().tolist()] if small else []
     return ExampleInput(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(values) if min(values, default=0) >= 0 else ())
-
-
-def _read_architectures(patterns: str | Architecture | Sequence[str | Architecture] | None) -> tuple[Architecture, ...]:
-    given = [patterns] if isinstance(patterns, str | Architecture) else patterns or ()
-    return tuple(each if isinstance(each, Architecture) else Architecture.parse(each) for each in given)

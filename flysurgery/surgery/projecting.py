@@ -76,21 +76,19 @@ def project_layers(
     Raises:
         ProjectionError: a weight that cannot be projected; the message names the layer.
     """
-    metrics = {layer.fqn: metric_of(inputs[layer.fqn].fit, bias=dense[layer.fqn].bias is not None) for layer in layers} if inputs else {}
     parts = [(layer, part) for layer in layers for part in layer.parts]
     found: dict[str, dict[str | None, PartFit]] = {layer.fqn: {} for layer in layers}
     modules: dict[str, nn.Module] = {}
     rows: dict[str, Row] = {}
-    for number, fit in _projected(parts, dense, seed) if inputs is None else _fitted(parts, dense, inputs, metrics):
+    for number, fit in _projected(parts, dense, seed) if inputs is None else _fitted(parts, dense, inputs):
         layer, part = parts[number]
         fits = found[layer.fqn]
         fits[part.name] = fit
         if len(fits) < len(layer.parts):
             continue
         in_order = [fits[each.name] for each in layer.parts]
-        calibration = None if inputs is None else _calibration(in_order)
         modules[layer.fqn] = _module(layer, dense[layer.fqn], in_order)
-        rows[layer.fqn] = _row(layer, dense[layer.fqn], in_order, calibration)
+        rows[layer.fqn] = _row(layer, dense[layer.fqn], in_order, calibrated=inputs is not None)
         if progress is not None:
             progress(len(modules), len(layers), layer.fqn)
     return modules, rows
@@ -194,8 +192,10 @@ def _projected(parts: Sequence[tuple[LayerPlan, Part]], dense: Mapping[str, Dens
 
 
 def _fitted(
-    parts: Sequence[tuple[LayerPlan, Part]], dense: Mapping[str, Dense], inputs: Mapping[str, Inputs], metrics: Mapping[str, Metric]
+    parts: Sequence[tuple[LayerPlan, Part]], dense: Mapping[str, Dense], inputs: Mapping[str, Inputs]
 ) -> Iterator[tuple[int, PartFit]]:
+    layers = dict.fromkeys(layer for layer, _ in parts)
+    metrics = {layer.fqn: metric_of(inputs[layer.fqn].fit, bias=dense[layer.fqn].bias is not None) for layer in layers}
     numbers, matrices = [], []
     for number, (layer, part) in enumerate(parts):
         weight = matrix_of(dense[layer.fqn], part)
@@ -250,20 +250,19 @@ def _module(layer: LayerPlan, dense: Dense, fits: Sequence[PartFit]) -> nn.Modul
     return module
 
 
-def _row(layer: LayerPlan, dense: Dense, fits: Sequence[PartFit], calibration: RowCalibration | None) -> Row:
+def _row(layer: LayerPlan, dense: Dense, fits: Sequence[PartFit], *, calibrated: bool) -> Row:
     lost = 0.0
     for part, fit in zip(layer.parts, fits, strict=True):
         if fit.projection is not None:
             lost += (fit.projection.relative_error * _norm(matrix_of(dense, part))) ** 2
     norm = _norm(dense.weight.detach())
     error = sqrt(lost) / norm if norm else 0.0
+    calibration = None
+    if calibrated:
+        notes = dict.fromkeys(fit.note for fit in fits if fit.note is not None)
+        given, plain = (sum((getattr(fit, name) for fit in fits), NO_ERROR).relative for name in ("error", "plain"))
+        calibration = RowCalibration(given, plain, "; ".join(notes) or None)
     return Row.of(layer, relative_error=error, seconds=sum(fit.seconds for fit in fits), calibration=calibration)
-
-
-def _calibration(fits: Sequence[PartFit]) -> RowCalibration:
-    error, plain = (sum((getattr(fit, name) for fit in fits), NO_ERROR).relative for name in ("error", "plain"))
-    notes = dict.fromkeys(fit.note for fit in fits if fit.note is not None)
-    return RowCalibration(error, plain, "; ".join(notes) or None)
 
 
 def _norm(weight: Tensor) -> float:
