@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch.fx import Node
 
 from flysurgery.walker.operations import modules_of, name_of, shape_of
+from flysurgery.walker.target import PARTS
 from flysurgery.walker.walk import Survey
-
-_ATTENTION, _FEED_FORWARD = frozenset({"qkv", "attn_out"}), frozenset({"ffn_in", "ffn_out"})
 
 
 @dataclass(frozen=True)
@@ -36,23 +34,27 @@ def find_cuts(seen: Survey) -> tuple[Cut, ...]:
     live, it is a cut. Blocks follow from the roles of the linears between the cuts, not from names. A model whose values all live on,
     such as one with long skip connections, has few cuts or none.
     """
-    roles = seen.roles
+    nodes = list(seen.trace.graph.nodes)
+    place = {node: index for index, node in enumerate(nodes)}
+    last = {node: max((place[user] for user in node.users), default=-1) for node in nodes}
     found: dict[Node, Cut] = {}
     kinds: dict[Node, Literal["start", "block", "tokens"]] = {}
+    live: set[Node] = set()
     met: set[str] = set()
-    latest: Node | None = None
-    for node, cut in _walk(seen, roles):
+    for index, node in enumerate(nodes):
+        role = seen.verdicts.get(node)
+        if role in PARTS:
+            begins = (PARTS[role] == "attention" and "feed-forward" in met) or (role == "ffn_in" and met == {"feed-forward"})
+            if found and (begins or not kinds):
+                kinds[[*found][-1]] = "block" if kinds else "start"
+                met = set()
+            met.add(PARTS[role])
+        if node.op == "output" or node not in seen.dataflow.depends:
+            continue
+        live = {each for each in (*live, node) if last[each] > index}
+        cut = _cut(node, min(node.users, key=place.__getitem__)) if live == {node} else None
         if cut is not None:
-            found[node], latest = cut, node
-            continue
-        part = "attention" if roles[node] in _ATTENTION else "feed-forward" if roles[node] in _FEED_FORWARD else None
-        if part is None:
-            continue
-        begins = (part == "attention" and "feed-forward" in met) or (roles[node] == "ffn_in" and met == {"feed-forward"})
-        if latest is not None and (begins or not kinds):
-            kinds[latest] = "block" if kinds else "start"
-            met = set()
-        met.add(part)
+            found[node] = cut
     order = list(found)
     after = order[order.index([*kinds][-1]) + 1 :] if kinds else []
     tokens = [node for node in after if len(found[node].shape) > 2]
@@ -63,27 +65,6 @@ def find_cuts(seen: Survey) -> tuple[Cut, ...]:
         kinds[tokens[-1]] = "tokens"
     unique = {(cut.fqn, cut.side): node for node, cut in reversed(found.items())}
     return tuple(replace(found[node], kind=kinds.get(node, "other")) for node in reversed(unique.values()))
-
-
-def _walk(seen: Survey, roles: Mapping[Node, str]) -> list[tuple[Node, Cut | None]]:
-    """The linears, with None, and the cuts, in the order of execution."""
-    nodes = list(seen.trace.graph.nodes)
-    place = {node: index for index, node in enumerate(nodes)}
-    last = {node: max((place[user] for user in node.users), default=-1) for node in nodes}
-    live: set[Node] = set()
-    steps: list[tuple[Node, Cut | None]] = []
-    for index, node in enumerate(nodes):
-        if node in roles:
-            steps.append((node, None))
-        if node.op == "output" or node not in seen.dataflow.depends:
-            continue
-        live.add(node)
-        live = {each for each in live if last[each] > index}
-        if live == {node}:
-            cut = _cut(node, min(node.users, key=place.__getitem__))
-            if cut is not None:
-                steps.append((node, cut))
-    return steps
 
 
 def _cut(node: Node, user: Node) -> Cut | None:

@@ -7,9 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from flysurgery.errors import OptionError, SelectionError
-from flysurgery.walker.target import ROLES, Target
-
-_KINDS = {"qkv": "attention", "attn_out": "attention", "ffn_in": "feed-forward", "ffn_out": "feed-forward"}
+from flysurgery.walker.target import PARTS, ROLES, Target
 
 
 def block_names(targets: Iterable[Target]) -> tuple[str, ...]:
@@ -20,11 +18,11 @@ def block_names(targets: Iterable[Target]) -> tuple[str, ...]:
     """
     members: dict[str, list[Target]] = {}
     for target in targets:
-        if target.role in _KINDS:
+        if target.role in PARTS:
             parts = target.fqn.split(".")
             for end in (i + 1 for i, part in enumerate(parts[:-1]) if part.isdigit()):
                 members.setdefault(".".join(parts[:end]), []).append(target)
-    both = [name for name, held in members.items() if len({_KINDS[target.role] for target in held}) == 2]
+    both = [name for name, held in members.items() if len({PARTS[target.role] for target in held}) == 2]
     found = both or [name for name, held in members.items() if len(held) > 1]
     return tuple(name for name in found if not any(other.startswith(f"{name}.") for other in found))
 

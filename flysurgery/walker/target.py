@@ -9,6 +9,9 @@ from torch import nn
 
 Role = Literal["qkv", "attn_out", "ffn_in", "ffn_out", "head", "other"]
 ROLES: tuple[Role, ...] = get_args(Role)
+PARTS = {"qkv": "attention", "attn_out": "attention", "ffn_in": "feed-forward", "ffn_out": "feed-forward"}
+"""The roles of linears within blocks, and which part of a block each is."""
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
