@@ -91,17 +91,9 @@ def _step(network: nn.Module, batch: int, arithmetic: str, train: bool) -> None:
 def _print(tunings: list[Tuning], table: str, as_json: bool) -> None:
     from flysurgery.cli.tables import print_json, print_table
 
-    rows = [
-        {
-            **tuning.entry.to_json(),
-            "default_us": tuning.default_us,
-            "candidates": tuning.tried,
-            "failed": list(tuning.failures),
-        }
-        for tuning in tunings
-    ]
     if as_json:
-        print_json({"table": table, "cases": rows})
+        found = [(each, {"default_us": each.default_us, "candidates": each.tried, "failed": list(each.failures)}) for each in tunings]
+        print_json({"table": table, "cases": [tuning.entry.to_json() | more for tuning, more in found]})
         return
     columns = ("kernel", "architecture", "mode", "linears", "rows", "default us", "fastest us")
     lines = []
