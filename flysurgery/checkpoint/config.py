@@ -97,8 +97,12 @@ def plan_in(config: Mapping[str, Any], folder: Path) -> Plan:
 
 def describe(model: nn.Module, config: Mapping[str, Any], folder: Path) -> None:
     """Tell a loaded model what its folder says of images and classes."""
+    own: Any = model
     if is_of_transformers(config):
-        describe_labels(model, config)
+        labels = config.get("id2label")  # the names of the classes, which do not change what is built
+        if isinstance(labels, dict) and len(labels) == len(own.config.id2label or {}):
+            own.config.id2label = {int(number): str(label) for number, label in labels.items() if str(number).isdecimal()}
+            own.config.label2id = {label: number for number, label in own.config.id2label.items()}
         with suppress(FileNotFoundError):
             describe_images(model, read_json(folder / PROCESSOR))
     else:
@@ -111,15 +115,6 @@ def base_of(config: Mapping[str, Any], file: Path) -> str:
     if not (isinstance(architectures, list) and len(architectures) == 1 and isinstance(architectures[0], str)):
         raise CheckpointError(f"{file}: 'architectures' must be a list of one class of transformers, got {architectures!r:.60}")
     return TRANSFORMERS + architectures[0]
-
-
-def describe_labels(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Give the model's configuration the names of the classes, which do not change what is built."""
-    labels = config.get("id2label")
-    own: Any = model.config
-    if isinstance(labels, dict) and len(labels) == len(own.id2label or {}):
-        own.id2label = {int(number): str(label) for number, label in labels.items() if str(number).isdecimal()}
-        own.label2id = {label: number for number, label in own.id2label.items()}
 
 
 def describe_images(model: nn.Module, processor: Mapping[str, Any]) -> None:
@@ -174,16 +169,14 @@ def describe_data(model: nn.Module, pretrained_cfg: Mapping[str, Any]) -> None:
         create_transform(**resolve_data_config({}, pretrained_cfg=dict(pretrained_cfg)))
     known = {each.name for each in fields(PretrainedCfg)} - WEIGHT_SOURCES - {"architecture"}
     found = {name: tuple(value) if isinstance(value, list) else value for name, value in pretrained_cfg.items() if name in known}
-    _replace_data(model, _without(model.pretrained_cfg, WEIGHT_SOURCES | CLAIMS | LABELS) | found)
+    own: Any = model
+    own.pretrained_cfg = own.default_cfg = _without(own.pretrained_cfg, WEIGHT_SOURCES | CLAIMS | LABELS) | found
 
 
 def vouch_for_weights(model: nn.Module) -> None:
     """Note on a timm model that it has the weights that its ``pretrained_cfg`` names, so that a folder may say so."""
-    _replace_data(model, _without(model.pretrained_cfg, WEIGHT_SOURCES))
-
-
-def _replace_data(model: Any, data: dict[str, Any]) -> None:
-    model.pretrained_cfg = model.default_cfg = data  # timm's models keep plain dicts under both names
+    own: Any = model
+    own.pretrained_cfg = own.default_cfg = _without(own.pretrained_cfg, WEIGHT_SOURCES)
 
 
 def data_config(model: nn.Module, base_args: Mapping[str, Any]) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def _rebuilt(model: nn.Module) -> tuple[Plan, nn.Module]:
         if is_of_transformers(model):  # a forward with labels, or a user, may have changed the configuration since
             config: Any = model.config
             plan = plan.with_arguments(transformers_arguments(config.to_dict()))
-        limits = _limits(model)
+        limits = Limits.of_stored([tensor.shape for tensor in model.state_dict().values() if isinstance(tensor, Tensor)])
         shell = build_shell(plan, limits)
         before = _traits(shell)
         changed = {name: value for name, value in _traits(model).items() if name in before and before[name] != value}
@@ -206,11 +206,6 @@ def _changed_buffers(model: nn.Module, shell: nn.Module, dtype: torch.dtype | No
     mine, rebuilt = unstored_buffers(model), unstored_buffers(shell)
     uniform = dtype or single_float_dtype(tensor.dtype for tensor in model.state_dict().values() if isinstance(tensor, Tensor))
     return {name: buffer for name, buffer in mine.items() if _stored(buffer, dtype) != _stored(rebuilt[name], uniform)}
-
-
-def _limits(model: nn.Module) -> Limits:
-    """The limits under which the model will be loaded."""
-    return Limits.of_stored([tensor.shape for tensor in model.state_dict().values() if isinstance(tensor, Tensor)])
 
 
 def _known_base(base: str | None) -> str | None:
