@@ -43,7 +43,7 @@ def autotune(
     """
     from flysurgery import surgery
     from flysurgery.cli.source import ConvertedFolder, find
-    from flysurgery.cli.tables import progress
+    from flysurgery.cli.tables import progress, show
     from flysurgery.gpu.autotune import autotune as tune
     from flysurgery.gpu.table import user_table
 
@@ -63,7 +63,9 @@ def autotune(
         network = network.to_empty(device=target).eval()
     with progress("autotuning") as step:
         tunings = tune(lambda: [_step(network, batch, name, train) for name in arithmetics], progress=step)
-    _print(tunings, str(user_table()), as_json)
+    found = [(each, {"default_us": each.default_us, "candidates": each.tried, "failed": list(each.failures)}) for each in tunings]
+    table = {"table": str(user_table()), "cases": [tuning.entry.to_json() | more for tuning, more in found]}
+    show(table, f"{_table(tunings)}\nkept in {user_table()}", as_json=as_json)
 
 
 def _step(network: nn.Module, batch: int, arithmetic: str, train: bool) -> None:
@@ -88,13 +90,9 @@ def _step(network: nn.Module, batch: int, arithmetic: str, train: bool) -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def _print(tunings: list[Tuning], table: str, as_json: bool) -> None:
-    from flysurgery.cli.tables import print_json, print_table
+def _table(tunings: list[Tuning]) -> str:
+    from flysurgery.surgery import text_table
 
-    if as_json:
-        found = [(each, {"default_us": each.default_us, "candidates": each.tried, "failed": list(each.failures)}) for each in tunings]
-        print_json({"table": table, "cases": [tuning.entry.to_json() | more for tuning, more in found]})
-        return
     columns = ("kernel", "architecture", "mode", "linears", "rows", "default us", "fastest us")
     lines = []
     for tuning in tunings:
@@ -102,5 +100,4 @@ def _print(tunings: list[Tuning], table: str, as_json: bool) -> None:
         default = "" if tuning.default_us is None else f"{tuning.default_us:.1f}"
         numbers = (str(case.linears), str(case.rows), default, f"{tuning.entry.median_us:.1f}")
         lines.append((case.kernel, str(case.architecture), case.mode, *numbers))
-    print_table(columns, lines, right=columns[3:])
-    typer.echo(f"kept in {table}")
+    return text_table(columns, lines, right=columns[3:])

@@ -68,7 +68,7 @@ def convert(
     from flysurgery import evaluation, inference, surgery
     from flysurgery.bench import check_plot, draw_tradeoff
     from flysurgery.cli.source import find_dense
-    from flysurgery.cli.tables import accuracy_rows, print_json, progress, tell_skipped
+    from flysurgery.cli.tables import accuracy_rows, progress, show, tell_skipped
     from flysurgery.fidelity import Settings
 
     fits = {"sequential": sequential, "permute": permute, "reconstruct": reconstruct}
@@ -137,22 +137,18 @@ def convert(
     if plot is not None and tradeoff is not None:
         chosen = (tradeoff.chosen.share, tradeoff.chosen.error)
         draw_tradeoff([(each.share, each.error) for each in tradeoff.curve], chosen, plot, unit=tradeoff.unit)
-    if as_json:
-        print_json({"folder": str(folder), "accuracy": accuracy} | report.to_json())
-    else:
-        typer.echo(surgery.blocks_of_text(report, surgery.changes_table("measured", changes), f"saved in {folder}"))
+    text = surgery.blocks_of_text(report, surgery.changes_table("measured", changes), f"saved in {folder}")
+    show({"folder": str(folder), "accuracy": accuracy} | report.to_json(), text, as_json=as_json)
 
 
 def _print_plan(plan: Plan, tradeoff: Tradeoff | None, measurement: Measurement | None, *, as_json: bool) -> None:
     """Print what convert would do, and what was chosen by."""
-    from flysurgery.cli.tables import print_json
+    from flysurgery.cli.tables import show
     from flysurgery.surgery import blocks_of_text
 
-    if not as_json:
-        typer.echo(blocks_of_text(plan, tradeoff, measurement))
-        return
-    chosen_by = {"tradeoff": tradeoff, "measurement": measurement}
-    print_json({"plan": plan.to_json()} | {name: each.to_json() for name, each in chosen_by.items() if each is not None})
+    parts = {"plan": plan, "tradeoff": tradeoff, "measurement": measurement}
+    document = {name: each.to_json() for name, each in parts.items() if each is not None}
+    show(document, blocks_of_text(*parts.values()), as_json=as_json)
 
 
 def _bytes(skeleton: nn.Module, plan: Plan, dtype: options.StorageType | None) -> int:
@@ -171,14 +167,11 @@ def densify(
     """Multiply the factors out: a converted folder becomes a dense model folder."""
     from flysurgery import checkpoint, surgery
     from flysurgery.cli.source import base_of
-    from flysurgery.cli.tables import print_json
+    from flysurgery.cli.tables import show
 
     checkpoint.check_dense_folder(out, force=force)
     model = checkpoint.load(folder)
     described = base_of(model, folder)
     layers = surgery.densify(model)
     checkpoint.save_dense(model, out, *described, force=force)
-    if as_json:
-        print_json({"folder": str(out), "layers": layers})
-        return
-    typer.echo(f"{layers} layers made dense, saved in {out}")
+    show({"folder": str(out), "layers": layers}, f"{layers} layers made dense, saved in {out}", as_json=as_json)

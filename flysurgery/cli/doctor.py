@@ -6,8 +6,6 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 
-import typer
-
 from flysurgery.cli.options import Json
 
 PACKAGES = ("flysurgery", "torch", "timm", "vit-pytorch", "safetensors", "cuda-core")
@@ -20,19 +18,17 @@ BACKENDS = ("device", "dtype", "backend", "runs", "reason")
 
 def doctor(as_json: Json = False) -> None:
     """Tell what this machine can run, and why not: versions, devices, the kernels' compiler and cache, backends."""
-    from flysurgery.cli.tables import print_json, print_table
+    from flysurgery.cli.tables import show
     from flysurgery.gpu.device import cuda_facts
+    from flysurgery.surgery import blocks_of_text, text_table
 
     python = ("python", f"{platform.python_version()} on {platform.platform()}", None)
     found = [python, *map(_package, PACKAGES), *_torch_facts(), *cuda_facts()]
     facts = [dict(zip(FACTS, fact, strict=True)) for fact in found]
     backends = _backends()
-    if as_json:
-        print_json({"facts": facts, "backends": backends})
-        return
-    print_table(FACTS, [[fact[name] or "" for name in FACTS] for fact in facts])
-    typer.echo("")
-    print_table(BACKENDS, [[row[name] for name in BACKENDS] for row in backends])
+    tables = [(FACTS, facts), (BACKENDS, backends)]
+    text = blocks_of_text(*(text_table(names, [[row[name] or "" for name in names] for row in rows]) for names, rows in tables))
+    show({"facts": facts, "backends": backends}, text, as_json=as_json)
 
 
 def _package(name: str) -> tuple[str, str, str | None]:

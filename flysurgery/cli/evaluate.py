@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
-
 from flysurgery.cli import options
 from flysurgery.errors import OptionError
 
@@ -37,9 +35,9 @@ def evaluate(
     """Measure a model's top-1 and top-5 accuracy, or with --against how close its outputs are to another model's."""
     from flysurgery import evaluation, inference
     from flysurgery.cli.source import find_pair
-    from flysurgery.cli.tables import print_json, print_table, tell_skipped
+    from flysurgery.cli.tables import show, tell_skipped
     from flysurgery.surgery import as_json as json_of
-    from flysurgery.surgery import block_errors, measures
+    from flysurgery.surgery import block_errors, blocks_of_text, measures, text_table
 
     if against is None and samples is not None:
         raise OptionError("--samples goes with --against MODEL; accuracy is measured on all images")
@@ -55,20 +53,14 @@ def evaluate(
         if optimize:
             inference.optimize(network.eval())
         accuracy = evaluation.evaluate(network, evaluation.load_data(data, network), batch_size=batch_size, device=target)
-        if as_json:
-            print_json({"model": model, "data": data} | asdict(accuracy))
-            return
         row = (model, f"{accuracy.top1:.2%}", f"{accuracy.top5:.2%}", str(accuracy.samples), f"{accuracy.seconds:.1f}")
-        print_table(("model", *NUMBERS), [row], right=NUMBERS)
+        table = text_table(("model", *NUMBERS), [row], right=NUMBERS)
+        show({"model": model, "data": data} | asdict(accuracy), table, as_json=as_json)
         return
     teacher = other.build(pretrained=pretrained, seed=seed, device=target)
     evaluation.check_comparable(network, teacher)
     images = tell_skipped(evaluation.load_unseen(data, teacher, samples=samples))
     fidelity = evaluation.compare(network, teacher, images, batch_size=batch_size)
-    if as_json:
-        print_json({"model": model, "against": against, "data": data} | json_of(fidelity))
-        return
-    print_table(("fidelity", "value"), [*measures(vars(fidelity)), ("samples", str(fidelity.samples))], right=("value",))
-    errors = block_errors(fidelity)
-    if errors is not None:
-        typer.echo(f"\n{errors}")
+    table = text_table(("fidelity", "value"), [*measures(vars(fidelity)), ("samples", str(fidelity.samples))], right=("value",))
+    document = {"model": model, "against": against, "data": data} | json_of(fidelity)
+    show(document, blocks_of_text(table, block_errors(fidelity)), as_json=as_json)

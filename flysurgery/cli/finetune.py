@@ -94,7 +94,7 @@ def finetune(
     from flysurgery import checkpoint as storage
     from flysurgery import surgery
     from flysurgery.cli.source import ConvertedFolder, find_pair
-    from flysurgery.cli.tables import accuracy_rows, print_json, progress
+    from flysurgery.cli.tables import accuracy_rows, progress, show
     from flysurgery.finetune import Settings, check_installed, held_out_data, judging_data, leave_processes, train, training_data
 
     settings = Settings(**{field.name: context.params[field.name] for field in fields(Settings)})  # each is an option of that name
@@ -132,20 +132,17 @@ def finetune(
         storage.save_dense(trained, out, *described, force=force)
     else:
         storage.save(trained, out, dtype=dtype, force=force, report=earlier | {"finetune": facts})
-    if as_json:
-        print_json({"folder": str(out), "log": str(folder / "log.csv")} | facts)
-        return
     rows = []
     if outcome.before is not None and outcome.after is not None:
         rows += accuracy_rows(outcome.before, outcome.after)
     if outcome.fidelity_before is not None and outcome.fidelity_after is not None:
         rows += surgery.fidelity_rows(outcome.fidelity_after, outcome.fidelity_before)
-    if rows:
-        typer.echo(surgery.changes_table("fine-tuning", rows) + "\n")
+    speed = f"{outcome.images} images in {outcome.seconds:.0f} s ({outcome.images_per_second:.0f} a second)"
+    lines = [f"{outcome.updates} updates, {speed}", f"saved in {out}, log in {folder / 'log.csv'}"]
     if not outcome.labelled:
-        typer.echo(f"{data} is used without labels; the state of update {outcome.kept} is the closest to the teacher")
-    typer.echo(f"{outcome.updates} updates, {outcome.images} images in {outcome.seconds:.0f} s ({outcome.images_per_second:.0f} a second)")
-    typer.echo(f"saved in {out}, log in {folder / 'log.csv'}")
+        lines.insert(0, f"{data} is used without labels; the state of update {outcome.kept} is the closest to the teacher")
+    text = surgery.blocks_of_text(surgery.changes_table("fine-tuning", rows), "\n".join(lines))
+    show({"folder": str(out), "log": str(folder / "log.csv")} | facts, text, as_json=as_json)
 
 
 def _start(source: Source, *, scratch: bool, pretrained: bool, seed: int) -> tuple[nn.Module, tuple[str, dict[str, Any]]]:

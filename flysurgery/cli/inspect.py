@@ -7,8 +7,6 @@ from dataclasses import asdict
 from operator import itemgetter
 from typing import Any
 
-import typer
-
 from flysurgery.cli import options
 
 ALIKE = ("role", "in_features", "out_features", "calls", "obstacles")
@@ -27,7 +25,7 @@ def inspect(
     """
     from flysurgery import surgery
     from flysurgery.cli.source import find_dense
-    from flysurgery.cli.tables import print_json
+    from flysurgery.cli.tables import show
     from flysurgery.walker import block_names, example_input, positional, walk
 
     network = find_dense(model, base=base, model_args=model_args).skeleton()
@@ -41,11 +39,9 @@ def inspect(
         lines.append(asdict(target) | counts)
     total = sum(parameter.numel() for parameter in network.parameters())
     blocks = block_names(targets)
-    if as_json:
-        print_json({"model": model, "params": total, "linear_flops": _sum(lines, "flops"), "blocks": list(blocks), "targets": lines})
-        return
     last = f"blocks 0 to {len(blocks) - 1}: {blocks[0]} to {blocks[-1]}" if blocks else None
-    typer.echo(surgery.blocks_of_text(_layers(lines, total), last))
+    document = {"model": model, "params": total, "linear_flops": _sum(lines, "flops"), "blocks": list(blocks), "targets": lines}
+    show(document, surgery.blocks_of_text(_layers(lines, total), last), as_json=as_json)
 
 
 def _layers(lines: Sequence[dict[str, Any]], total: int) -> str:

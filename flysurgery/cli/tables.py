@@ -33,6 +33,14 @@ def print_json(document: Mapping[str, object]) -> None:
     typer.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
+def show(document: Mapping[str, object], text: str, *, as_json: bool) -> None:
+    """Print what a verb has found: as the one JSON document, or as text."""
+    if as_json:
+        print_json(document)
+    else:
+        typer.echo(text)
+
+
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int, str], None] | None]:
     """Give a callback ``(done, total, name)`` that draws a bar on stderr, or None where nobody would see it."""

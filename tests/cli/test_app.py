@@ -97,7 +97,7 @@ def test_errors_become_one_line_and_exit_codes(run: Run, monkeypatch: pytest.Mon
 
 
 def test_an_interruption_is_quiet_and_an_error_that_nobody_meant_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flysurgery.cli.tables.print_table", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("flysurgery.cli.tables.show", raising(KeyboardInterrupt()))
     outcome = run("doctor")
     assert (outcome.code, outcome.out, outcome.err.strip()) == (130, "", "")
     for error in (ZeroDivisionError("a bug"), RuntimeError("a bug")):
