@@ -86,20 +86,20 @@ def _gated(branches: list[Flow]) -> Flow:
 class Dataflow:
     """The result of one pass over the graph, in the order of execution.
 
-    ``flows`` has the flow into each node's value, ``depends`` the nodes that depend on the example's inputs, ``sums`` what a stream adds
-    up.
+    ``flows`` has the flow into each node's value, ``depends`` the nodes that depend on the example's inputs, ``outputs`` the attention
+    whose output a node holds, ``sums`` what a stream adds up, ``calls`` the multiplication by a weight that a node is.
     """
 
     def __init__(self, trace: Trace, calls: Iterable[Call]):
         self.flows: dict[Node, Flow] = {}
         self.depends: set[Node] = set()
         self.attentions: list[Attention] = []
+        self.outputs: dict[Node, Attention] = {}
         self.sums: dict[Node, tuple[Flow, Flow]] = {}
+        self.calls = {call.node: call for call in calls}
         self._trace = trace
-        self._calls = {call.node: call for call in calls}
         self._products: dict[Node, tuple[Node, Node]] = {}  # matrix products that are no attention output
         self._softmaxes: dict[Node, Flow] = {}
-        self._outputs: dict[Node, Attention] = {}
         self._contexts: dict[Node, Attention] = {}  # sums over the tokens, weighted by a score for each
         for node in trace.graph.nodes:
             if node in trace.inputs or any(arg in self.depends for arg in node.all_input_nodes):
@@ -114,7 +114,7 @@ class Dataflow:
         name = ops.name_of(node)
         if not name or name in ops.FRESH or ops.is_discrete(node):
             return {}
-        if node in self._calls:
+        if node in self.calls:
             return {node: Via(), **self._scores_in(node)}
         if ops.is_fused_attention(name):
             return self._fused_attention(node)
@@ -181,11 +181,11 @@ class Dataflow:
         left, right = branches
         both = (*left, *right)
         is_scores = any(origin in self._products and not flow[origin].nonlinear for flow in branches for origin in flow)  # with a bias
-        is_attended = all(origin in self._outputs for origin in both)  # the difference of two attentions
+        is_attended = all(origin in self.outputs for origin in both)  # the difference of two attentions
         if left.keys() == right.keys() or is_scores or is_attended:
             return joined(branches)
         for one, other in ((left, right), (right, left)):
-            if any(self._feeds(other, self._outputs[origin]) for origin in one if origin in self._outputs):
+            if any(self._feeds(other, self.outputs[origin]) for origin in one if origin in self.outputs):
                 return one
         self.sums[node] = (left, right)
         return {node: Via()}
@@ -251,14 +251,14 @@ class Dataflow:
 
     def _mixes(self, weights: Node, streams: Node) -> bool:
         """Whether a bare parameter makes the weights from the streams: these are parallel residual streams, which get mixed."""
-        calls = [self._calls.get(origin) for origin, via in self.flows[weights].items() if via.nonlinear]
+        calls = [self.calls.get(origin) for origin, via in self.flows[weights].items() if via.nonlinear]
         return len(calls) == len(self.flows[weights]) > 0 and all(
             call is not None and call.kind == "raw" and self.flows[call.source].keys() == self.flows[streams].keys() for call in calls
         )
 
     def _reads_states(self, query: Node, states: Node) -> bool:
         """Whether linears made the states from what the latest attention summed up, and the query comes from what entered it too."""
-        before = ops.reached(self.flows[states], lambda origin: self.flows[self._calls[origin].source] if origin in self._calls else ())
+        before = ops.reached(self.flows[states], lambda origin: self.flows[self.calls[origin].source] if origin in self.calls else ())
         latest = [each for each in self.attentions[-1:] if each.output in before]
         return any(self.flows[query] and self._feeds(self.flows[query], each) for each in latest)
 
@@ -266,15 +266,15 @@ class Dataflow:
         """Whether a query that does not depend on the input is one row of parameters, however often it is repeated."""
         if query in self.depends:
             return False
-        before = ops.reached([query], lambda node: [self._calls[node].source] if node in self._calls else node.all_input_nodes)
+        before = ops.reached([query], lambda node: [self.calls[node].source] if node in self.calls else node.all_input_nodes)
         return all((1, *(ops.shape_of(node) or ()))[:-1][-1] <= 1 for node in before if node in self._trace.parameters)
 
     def _holds_attention(self, node: Node) -> bool:
-        return any(origin in self._outputs for origin in self.flows[node])
+        return any(origin in self.outputs for origin in self.flows[node])
 
     def _found(self, attention: Attention) -> None:
         self.attentions.append(attention)
-        self._outputs[attention.output] = attention
+        self.outputs[attention.output] = attention
 
     def _scores_in(self, node: Node) -> Flow:
         """Attention scores stay attention scores through a layer that mixes their heads: it sees them whole, with axes permuted."""

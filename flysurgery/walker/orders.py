@@ -14,13 +14,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from flysurgery.errors import WalkError, first_line
 from flysurgery.walker.attention import separating
 from flysurgery.walker.dataflow import Attention
-from flysurgery.walker.linears import Call
 from flysurgery.walker.operations import einsum_letters, is_fused_attention, name_of, shape_of
 from flysurgery.walker.target import Target
 from flysurgery.walker.trace import isolated, shadow
@@ -181,7 +179,7 @@ def _shuffled(size: int, groups: int) -> Tensor:
 
 def _hidden_units(seen: Survey) -> list[Shared]:
     """Rows of a linear, and columns of the only linear that reads them, where that reads nothing else."""
-    calls = {call.node: call for call in seen.calls if call.kind == "linear"}
+    calls = {node: call for node, call in seen.dataflow.calls.items() if call.kind == "linear"}
     times = Counter(call.fqn for call in seen.calls)
     met: Counter[tuple[str, str]] = Counter()
     sizes: dict[str, int] = {}
@@ -200,7 +198,7 @@ def _hidden_units(seen: Survey) -> list[Shared]:
 
 
 def _attentions(seen: Survey, targets: Sequence[Target]) -> list[Shared]:
-    calls = {call.node: call for call in seen.calls}
+    calls = seen.dataflow.calls
     known = {target.fqn: target for target in targets}
     met: dict[tuple[str, ...], list[Attention]] = {}
     for attention in seen.dataflow.attentions:
@@ -214,7 +212,7 @@ def _attentions(seen: Survey, targets: Sequence[Target]) -> list[Shared]:
         if len(attentions) > 1 or any(readers[fqn] > 1 or known[fqn].calls > 1 for fqn in linears):
             found.append(_tied(linears, "its linears serve several attentions, or are called several times"))
         else:
-            found.append(_heads(seen, known, calls, attentions[0], linears))
+            found.append(_heads(seen, known, attentions[0], linears))
     return found
 
 
@@ -222,11 +220,9 @@ def _tied(linears: tuple[str, ...], reason: str) -> Shared:
     return Shared(HEADS, linears, tied=dict.fromkeys((HEADS, QUERY_KEY, VALUE), reason))
 
 
-def _heads(
-    seen: Survey, targets: Mapping[str, Target], calls: Mapping[Node, Call], attention: Attention, linears: tuple[str, ...]
-) -> Shared:
+def _heads(seen: Survey, targets: Mapping[str, Target], attention: Attention, linears: tuple[str, ...]) -> Shared:
     """The heads of an attention, with no more tied than what cannot be tried."""
-    query, key, value = (_rows(seen, targets, calls, attention, name) for name in ("q", "k", "v"))
+    query, key, value = (_rows(seen, targets, attention, name) for name in ("q", "k", "v"))
     size = _entries(attention)
     if query is None or key is None or value is None:
         return _tied(linears, "the graph does not prove which rows of which linear are its query, key and value")
@@ -246,13 +242,13 @@ def _heads(
     return Shared(HEADS, linears, {QUERY_KEY: (query, key), VALUE: (value,)}, count, {HEADS: reason, VALUE: reason})
 
 
-def _rows(seen: Survey, targets: Mapping[str, Target], calls: Mapping[Node, Call], attention: Attention, name: str) -> Member | None:
+def _rows(seen: Survey, targets: Mapping[str, Target], attention: Attention, name: str) -> Member | None:
     """The rows of the one linear that an operand comes from."""
     operands = [operand for role, operand in attention.operands if role == name]
     origins = [origin for operand in operands for origin in seen.dataflow.flows[operand]]
-    if len(operands) != 1 or len(origins) != 1 or origins[0] not in calls or calls[origins[0]].kind != "linear":
+    call = seen.dataflow.calls.get(origins[0]) if len(operands) == len(origins) == 1 else None
+    if call is None or call.kind != "linear":
         return None
-    call = calls[origins[0]]
     split = targets[call.fqn].split
     if split is not None:
         return next((Member(call.fqn, each.start, each.stop) for each in split if each.name == name), None)

@@ -14,13 +14,13 @@ from flysurgery.walker.trace import Trace
 
 
 class _Judge:
-    def __init__(self, trace: Trace, calls: list[Call], dataflow: Dataflow):
+    def __init__(self, trace: Trace, dataflow: Dataflow):
         self.trace = trace
         self.flows = dataflow.flows
         self.depends = dataflow.depends
         self.sums = dataflow.sums
-        self.calls = {call.node: call for call in calls}
-        self.by_output = {attention.output: attention for attention in dataflow.attentions}
+        self.calls = dataflow.calls
+        self.by_output = dataflow.outputs
         self.entered: dict[Node, list[Attention]] = {}
         self.scores: set[Node] = set()
         for attention in dataflow.attentions:
@@ -122,7 +122,7 @@ def _pools(attentions: Iterable[Attention]) -> bool:
     return all(attention.single_query for attention in attentions)
 
 
-def verdicts(trace: Trace, calls: list[Call], dataflow: Dataflow) -> dict[Node, str]:
+def verdicts(trace: Trace, dataflow: Dataflow) -> dict[Node, str]:
     """For each call, by its node: its role, or the code of the obstacle where that role is no target."""
-    judge = _Judge(trace, calls, dataflow)
-    return {call.node: judge.verdict(call) for call in calls}
+    judge = _Judge(trace, dataflow)
+    return {node: judge.verdict(call) for node, call in dataflow.calls.items()}

@@ -63,7 +63,7 @@ def survey(model: nn.Module, example: Example | None = None, *, prepare: Callabl
     if first is not None and first.ndim == 2 and first.is_floating_point() and all(call.rows <= len(first) for call in calls):
         traced = replace(traced, batch=None)  # rows are tokens of one sample, for all that shows
     dataflow = Dataflow(traced, calls)
-    return Survey(double, inputs, traced, owners, calls, verdicts(traced, calls, dataflow), dataflow, switches)
+    return Survey(double, inputs, traced, owners, calls, verdicts(traced, dataflow), dataflow, switches)
 
 
 def walk(model: nn.Module, example: Example | None = None) -> tuple[Target, ...]:
