@@ -25,10 +25,9 @@ from flysurgery.patterns import MAX_FEATURES
 from flysurgery.surgery import ENTRY_POINT as ENTRY_POINT
 from flysurgery.surgery import Plan, install
 
-REFUSED_ARGUMENTS = frozenset(
-    {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args", "checkpoint_path", "cache_dir", "device", "dtype"}
-)
-"""Arguments of ``timm.create_model`` that would read a file, reach for the network, or decide where the model lives."""
+REFUSED_ARGUMENTS = frozenset({"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args", "checkpoint_path"})
+REFUSED_ARGUMENTS |= {"cache_dir", "device", "dtype", "weights"}
+"""Arguments of timm and torchvision that would read a file, reach for the network, or decide where the model lives."""
 
 TRANSFORMERS = "transformers:"
 """What the bases begin with that are classes of transformers."""
@@ -37,7 +36,7 @@ TORCHVISION = "torchvision:"
 """What the bases begin with that are classifiers of torchvision, by their names or classes."""
 
 REFUSED_CONFIG = frozenset({"auto_map", "attn_implementation", "experts_implementation", "quantization_config", "use_pretrained_backbone"})
-REFUSED_CONFIG |= {"transformers_weights", "fusion_config"} | REFUSED_ARGUMENTS - {"device", "dtype"}
+REFUSED_CONFIG |= {"transformers_weights", "fusion_config"} | REFUSED_ARGUMENTS - {"device", "dtype", "weights"}
 """Entries of a configuration of transformers that name code, kernels or weights."""
 
 SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
@@ -130,13 +129,7 @@ def _torchvision_factory(name: str) -> Callable[..., nn.Module]:
     found: Any = getattr(models, name, None)
     if not (name in models.list_models(module=models) or (isinstance(found, type) and issubclass(found, nn.Module))):
         raise ModelError(f"torchvision has no classifier '{name:.60}'")
-
-    def build(**arguments: Any) -> nn.Module:
-        if "weights" in arguments:
-            raise ModelError("base_args may not set weights: a base is built from its name and sizes alone")
-        return found(**arguments)
-
-    return build
+    return found
 
 
 def _transformers_factory(base: str) -> Callable[..., nn.Module]:
