@@ -133,14 +133,14 @@ def sha256_of_each(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> 
 
     Several threads share the work, as hashing takes longer than reading.
     """
+
+    def sha256(name: str) -> str:
+        # hashlib takes what offers its memory, which NumPy does for bytes, and PyTorch for no dtype.
+        return hashlib.sha256(bytes_of(tensor_of(name)).numpy().data).hexdigest()
+
     listed = list(names)
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
-        return dict(zip(listed, threads.map(lambda name: _sha256(tensor_of(name)), listed), strict=True))
-
-
-def _sha256(tensor: Tensor) -> str:
-    # hashlib takes what offers its memory, which NumPy does for bytes, and PyTorch for no dtype.
-    return hashlib.sha256(bytes_of(tensor).numpy().data).hexdigest()
+        return dict(zip(listed, threads.map(sha256, listed), strict=True))
 
 
 def sha256_of_text(text: str) -> str:

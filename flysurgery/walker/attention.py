@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flysurgery.walker.target import Switch, has_own_forward, is_hooked
+from flysurgery.walker.target import has_own_forward, is_hooked
 
 
 class SeparateAttention(nn.Module):
@@ -179,12 +179,3 @@ def separating(model: nn.Module) -> Callable[[nn.Module], None]:
                 double.get_submodule(parent)._modules[name] = new
 
     return separate
-
-
-def nested_switches(model: nn.Module) -> dict[str, Switch]:
-    """For the name of each ``nn.TransformerEncoder`` that may give its layers nested tensors, which factors do not take: the switch."""
-    return {
-        fqn: Switch(fqn, "use_nested_tensor", False)
-        for fqn, module in model.named_modules()
-        if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False)
-    }

@@ -44,7 +44,8 @@ def example_input(
     if len(sizes) == 1:
         return _zeros(model, sizes[0])
     reason = ""
-    sizes = sizes or itertools.chain(_configured_sizes(model), _patch_grid_sizes(model), _image_sizes(model))
+    squares = ((count, size, size) for count in _channels(model, 3) for size in _COMMON_SIZES)
+    sizes = sizes or itertools.chain(_configured_sizes(model), _patch_grid_sizes(model), squares)
     examples = itertools.chain((_zeros(model, size) for size in sizes), _with_tokens(model))
     for example in examples:
         try:
@@ -161,7 +162,3 @@ def _factorizations(number: int, count: int) -> list[tuple[int, ...]]:
         return [(number,)] if count else []
     firsts = [first for first in range(1, number + 1) if number % first == 0]
     return [(first, *rest) for first in firsts for rest in _factorizations(number // first, count - 1)]
-
-
-def _image_sizes(model: nn.Module) -> Iterator[tuple[int, ...]]:
-    return ((count, size, size) for count in _channels(model, 3) for size in _COMMON_SIZES)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from flysurgery.errors import WalkError
-from flysurgery.walker.attention import nested_switches, separating
+from flysurgery.walker.attention import separating
 from flysurgery.walker.dataflow import Dataflow
 from flysurgery.walker.example import Example, example_input, positional
 from flysurgery.walker.layout import split_of
@@ -94,7 +94,9 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
     calls, owners, roles = seen.calls, seen.owners, seen.roles
     read = read_elsewhere(seen.trace, owners, calls)
     modules = owners.modules | dict(model.named_modules())  # the model's own have their hooks
-    nested = nested_switches(model)
+    # factors do not take the nested tensors that an nn.TransformerEncoder may give its layers
+    named = model.named_modules()
+    nested = [fqn for fqn, each in named if isinstance(each, nn.TransformerEncoder) and getattr(each, "use_nested_tensor", False)]
     grouped: dict[str, list[Call]] = {}
     for call in calls:
         grouped.setdefault(call.fqn, []).append(call)
@@ -119,7 +121,7 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
                 aliases=() if call.kind == "raw" else owners.further_names(fqn),
                 switches=(
                     *((seen.switches[fqn],) if fqn in seen.switches and fqn not in read else ()),
-                    *(switch for encoder, switch in nested.items() if not encoder or fqn.startswith(f"{encoder}.")),
+                    *(Switch(each, "use_nested_tensor", False) for each in nested if not each or fqn.startswith(f"{each}.")),
                 ),
             )
         )
