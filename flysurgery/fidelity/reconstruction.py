@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -25,7 +25,7 @@ from flysurgery.fidelity.views import Source, variety, views
 from flysurgery.walker import Cut
 
 
-class Step(AbstractContextManager["Step"]):
+class Step(ExitStack):
     """Makes updates of ``student`` towards ``teacher``; on CUDA the whole update is one graph that is replayed, in bfloat16.
 
     There copies of both models in bfloat16 do the work, and the student's own parameters, in float32, take the steps. Before each step
@@ -42,6 +42,7 @@ class Step(AbstractContextManager["Step"]):
         rate: float,
         average: Callable[[Sequence[Tensor]], None],
     ) -> None:
+        super().__init__()
         self._device = next(student.parameters()).device
         self._parameters = learning(student)
         self._half = HalfCopy(student) if self._device.type == "cuda" else None
@@ -59,15 +60,11 @@ class Step(AbstractContextManager["Step"]):
         self._captured = None if self._half is None else Captured(self._parameters)
 
     def __enter__(self) -> Step:
-        self._theirs.__enter__()
-        self._mine.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._mine.__exit__(None, None, None)
-        self._theirs.__exit__(None, None, None)
         if self._captured is not None:
-            self._captured.forget()
+            self.callback(self._captured.forget)
+        self.enter_context(self._theirs)
+        self.enter_context(self._mine)
+        return self
 
     def expect(self, views: int) -> None:
         """Set how much the views of a picture differ, by how many views of all pictures there will be."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,39 +13,34 @@ from torch import Tensor, nn
 from flysurgery.errors import SurgeryError
 from flysurgery.walker import Cut
 
-Seen = Callable[[int, Tensor], Tensor | None]
-"""Called with the number of a cut and its tensor; gives what a module gives in its place, or None to leave it."""
+_Self = TypeVar("_Self", bound="Stream")
 
 
-class Stream(AbstractContextManager["Stream"]):
+class Stream(ExitStack):
     """Keeps the tensors at ``cuts`` of a model's last forward in ``values``, as long as the ``with`` block lasts.
 
-    ``seen`` is called with each of them. Hooks on the modules do it; the model stays as it is, and so do its numbers where ``seen`` gives
-    None.
+    Hooks on the modules do it; the model and its numbers stay as they are.
     """
 
-    def __init__(self, model: nn.Module, cuts: Sequence[Cut], seen: Seen | None = None) -> None:
+    def __init__(self, model: nn.Module, cuts: Sequence[Cut]) -> None:
+        super().__init__()
         self.values: dict[int, Tensor] = {}
-        self._model, self._cuts, self._seen = model, cuts, seen
-        self._handles: list[Any] = []
+        self._model, self._cuts = model, cuts
 
-    def __enter__(self) -> Stream:
+    def __enter__(self: _Self) -> _Self:
+        self.callback(self.values.clear)
         for number, cut in enumerate(self._cuts):
             module = self._model.get_submodule(cut.fqn)
             if cut.side == "output":
-                self._handles.append(module.register_forward_hook(lambda _, __, output, n=number: self._after(n, output)))
+                self.enter_context(module.register_forward_hook(partial(self._after, number)))
             else:
-                before = lambda _, args, kwargs, n=number: self._before(n, (*args, *kwargs.values()))  # noqa: E731
-                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self.enter_context(module.register_forward_pre_hook(partial(self._before, number), with_kwargs=True))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.values.clear()
+    def _seen(self, number: int, tensor: Tensor) -> Tensor | None:
+        """Called with each tensor; gives what a module gives in its place, or None to leave it."""
 
-    def _after(self, number: int, output: Any) -> Any:
+    def _after(self, number: int, module: nn.Module, given: object, output: Any) -> Any:
         tensor, other = self._keep(number, output if isinstance(output, tuple | list) else (output,))
         if other is None:
             return None
@@ -54,8 +49,8 @@ class Stream(AbstractContextManager["Stream"]):
         made = getattr(output, "_make", type(output))  # of a named tuple, a tuple or a list
         return made([other if each is tensor else each for each in output])
 
-    def _before(self, number: int, given: Sequence[object]) -> None:
-        self._keep(number, given)  # others may read it too, so nothing takes its place
+    def _before(self, number: int, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        self._keep(number, (*args, *kwargs.values()))  # others may read it too, so nothing takes its place
 
     def _keep(self, number: int, candidates: Sequence[object]) -> tuple[Tensor, Tensor | None]:
         """Keep the tensor at a cut; gives it, and what goes on in its place."""
@@ -64,7 +59,7 @@ class Stream(AbstractContextManager["Stream"]):
             # the batch may differ from the example's, and with it a first side that windows are folded into
             if isinstance(tensor, Tensor) and tensor.ndim == len(wanted) and tensor.shape[1:] == wanted[1:]:
                 self.values[number] = tensor.detach()  # which keeps no graph and no activations alive
-                return tensor, None if self._seen is None else self._seen(number, tensor)
+                return tensor, self._seen(number, tensor)
         cut = self._cuts[number]
         raise SurgeryError(f"{cut.fqn} was traced with an {cut.side} of shape (batch, {', '.join(map(str, wanted[1:]))}) and has none now")
 
@@ -84,7 +79,7 @@ class Pull(Stream):
     """
 
     def __init__(self, student: nn.Module, wanted: Mapping[int, Tensor], cuts: Sequence[Cut], reach: float) -> None:
-        super().__init__(student, cuts, self._pull)
+        super().__init__(student, cuts)
         self._wanted, self._reach = wanted, reach
         self.weight: float | Tensor = 1.0
         self.taught: float | Tensor = 0.0
@@ -96,7 +91,7 @@ class Pull(Stream):
         self._errors.clear()
         return found
 
-    def _pull(self, number: int, mine: Tensor) -> Tensor | None:
+    def _seen(self, number: int, mine: Tensor) -> Tensor | None:
         if not (torch.is_grad_enabled() and mine.requires_grad):
             return None
         kind = self._cuts[number].kind
