@@ -19,7 +19,7 @@ from flysurgery.fidelity.copies import Copied, HalfCopy, learning, precision
 from flysurgery.fidelity.measure import Fidelity, first_tensor, measure_fidelity
 from flysurgery.fidelity.optimizer import Muon, parameter_groups
 from flysurgery.fidelity.processes import Processes
-from flysurgery.fidelity.settings import OUTPUT_WEIGHT, REACH, TAUGHT, Settings, moments, rate_for
+from flysurgery.fidelity.settings import OUTPUT_WEIGHT, REACH, TAUGHT, Settings, affordable, moments, rate_for
 from flysurgery.fidelity.stream import Pull, Stream, relative_error
 from flysurgery.fidelity.views import Source, variety, views
 from flysurgery.walker import Cut
@@ -43,20 +43,20 @@ class Step(ExitStack):
         average: Callable[[Sequence[Tensor]], None],
     ) -> None:
         super().__init__()
-        self._device = next(student.parameters()).device
+        device = next(student.parameters()).device
         self._parameters = learning(student)
-        self._half = HalfCopy(student) if self._device.type == "cuda" else None
+        self._half = HalfCopy(student) if device.type == "cuda" else None
         self._student = student if self._half is None else self._half.model
         self._teacher = teacher if self._half is None else HalfCopy(teacher).model
         self._precision: AbstractContextManager[object] = nullcontext()
-        self._pictures, self._source = pictures, Source(pictures, settings.batch, self._device)
+        self._pictures, self._source = pictures, Source(pictures, settings.batch, device)
         self._highest, self._average = rate, average
-        self._rate, self._varied = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
+        self._rate, self._varied, self._taught = (torch.zeros((), device=device) for _ in range(3))
         self._optimizer = Muon([{**group, "lr": self._rate} for group in parameter_groups(student)])
         used = [cut for cut in cuts if cut.kind != "other"]
         self._theirs = Stream(self._teacher, used)
         self._mine = Pull(self._student, self._theirs.values, used, REACH)
-        self._mine.taught = self._taught = torch.zeros((), device=self._device)
+        self._mine.taught = self._taught
         self._captured = None if self._half is None else Captured(self._parameters)
 
     def __enter__(self) -> Step:
@@ -70,15 +70,15 @@ class Step(ExitStack):
         """Set how much the views of a picture differ, by how many views of all pictures there will be."""
         self._varied.fill_(variety(views / len(self._pictures)))
 
-    def update(self, share: float, taught: float = 0.0) -> None:
-        """Make one update at this share of the highest rate, with this share of the entries between blocks taken from the teacher."""
+    def update(self, share: float = 0.0, taught: float = 0.0) -> Tensor:  # shape: ()
+        """Make one update at this share of the highest rate, with this share of the entries between blocks taken from the teacher.
+
+        Gives the error of what the model returned.
+        """
         self._rate.fill_(share * self._highest)
         self._taught.fill_(taught)
         self._source.advance()
-        if self._captured is None:
-            self._once()
-        else:
-            self._captured(self._once)
+        return self._once() if self._captured is None else self._captured(self._once)
 
     def warm_up(self) -> None:
         """Make updates at a rate of zero, until all is there that an update keeps, and on CUDA an update is a graph."""
@@ -86,7 +86,7 @@ class Step(ExitStack):
             self._source.advance()
             self._precision = precision((self._student, self._teacher), self._views())
         for _ in range(1 if self._half is None else WARM_UP + 1):
-            self.update(0.0)
+            self.update()
 
     def _views(self) -> Tensor:
         pictures, chosen = self._source.draw()
@@ -94,7 +94,6 @@ class Step(ExitStack):
         return x if self._half is None else x.bfloat16()
 
     def _once(self) -> Tensor:  # shape: ()
-        """Make an update at the rate of now, and give the error of what the model returned."""
         x = self._views()
         with self._precision:
             with torch.no_grad():
@@ -115,9 +114,6 @@ class Step(ExitStack):
 
 Progress = Callable[[int, int, str], None]
 """Called with the number of updates done, their total, and a short text on the error."""
-
-TIMED = {"cuda": 5, "cpu": 1}
-"""Updates at a rate of zero, which measure the time of one update. A CPU takes seconds for each."""
 
 RISING = 0.05
 """Share of the updates in which the rate grows."""
@@ -214,7 +210,7 @@ def reconstruct(
             with Step(student, teacher, samples.to_view(), cuts, settings, rate, processes.average) as step:
                 torch.manual_seed(settings.seed + APART * processes.rank)
                 step.warm_up()
-                updates = processes.agreed(_affordable(step, settings, perf_counter() - started, device))
+                updates = affordable(step.update, 60 * settings.minutes - (perf_counter() - started), processes.agreed)
                 step.expect(updates * settings.batch * processes.count)
                 looks = moments(updates, LOOKS)
                 for done in range(1, updates + 1):
@@ -240,23 +236,6 @@ def reconstruct(
     return Reconstruction(before, after, done, kept, settings.batch * processes.count, perf_counter() - started, tuple(history))
 
 
-def _affordable(step: Step, settings: Settings, spent: float, device: torch.device) -> int:
-    """Measure how many updates fit into the rest of the budget, by the time of a few at a rate of zero."""
-    _wait(device)
-    started = perf_counter()
-    count = TIMED.get(device.type, 1)
-    for _ in range(count):
-        step.update(0.0)
-    _wait(device)
-    each = (perf_counter() - started) / count
-    return max(1, int((60 * settings.minutes - spent) * 0.97 / each))
-
-
 def _share(done: float) -> float:
     """Give the share of the highest rate when this share of the run is done: up in a line, then down in a cosine."""
     return done / RISING if done < RISING else 0.5 + 0.5 * math.cos(math.pi * (done - RISING) / (1 - RISING))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

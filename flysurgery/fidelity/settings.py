@@ -1,10 +1,13 @@
-"""The settings of a fit to the dense model, apart from models and samples. Fine-tuning with a teacher uses the same."""
+"""The settings of a fit to the dense model, apart from models and samples, and its length. Fine-tuning with a teacher uses the same."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from flysurgery.errors import OptionError
 
@@ -28,6 +31,12 @@ OUTPUT_WEIGHT = 0.2
 
 HIGHEST_RATE, LEAST_RATE = 7e-3, 0.5e-3
 """The rates of a start that has everything to learn, and of one that has next to nothing, as shares of a parameter's size."""
+
+TIMED = 5
+"""Updates that measure the time of one, where that takes no more than the share ``SPARED`` of the budget."""
+
+SPARED = 0.03
+"""The share of what is left of a budget that the updates leave for everything else."""
 
 
 @dataclass(frozen=True)
@@ -64,3 +73,24 @@ def rate_for(relative_error: float, highest: float = HIGHEST_RATE) -> float:
 def moments(updates: int, looks: int) -> frozenset[int]:
     """Choose the updates after which held-out samples judge: the last one, and more towards the end, as the rate falls."""
     return frozenset(max(1, round((1 - (1 - look / looks) ** 2) * updates)) for look in range(1, looks + 1))
+
+
+def affordable(update: Callable[[], Tensor], seconds: float, agreed: Callable[[float], float]) -> int:
+    """Measure how many updates fit into ``seconds``, from now on; at least one. ``update`` makes one, at a rate of zero.
+
+    ``agreed`` gives one number to all processes. Updates exchange gradients, so all must make equally many here: each number that their
+    count follows from is agreed on, the seconds too.
+    """
+    started, seconds = perf_counter(), agreed(seconds)
+
+    def timed(updates: int) -> float:
+        """Seconds of one update, the mean of several."""
+        begun = perf_counter()
+        for _ in range(updates):
+            update().tolist()  # reads from the device, so that it waits for it
+        return agreed((perf_counter() - begun) / updates)
+
+    each = timed(1)
+    more = min(TIMED, int(SPARED * seconds / each))
+    each = timed(more) if more > 0 else each
+    return max(1, int(agreed((seconds - (perf_counter() - started)) * (1 - SPARED) / each)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, count
 from time import perf_counter
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import DataError, TrainingError
-from flysurgery.fidelity import Copied, moments, rate_for
+from flysurgery.fidelity import Copied, affordable, moments, rate_for
 from flysurgery.finetune.data import Batches, TrainingData
 from flysurgery.finetune.devices import sharded
 from flysurgery.finetune.measure import Judge, Look
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, str], None]
 """Called with the updates done, the number of all, and a few words on the loss and on what was seen last."""
-
-TIMED = 5
-"""Updates at a rate of zero that measure the time of one, after one that does not count."""
-
-SPARED = 0.03
-"""The share of what is left of the budget that the updates leave for everything else."""
 
 LOOKS = 10
 """How often a run without labels, or with a budget, is looked at."""
@@ -172,8 +166,12 @@ class Loop:
             self.judge.look(stepper.model, stepper.bare, accuracy=self.data.labelled)
             each, budget = self._agreed(perf_counter() - clock), 60 * self.settings.minutes
             looks = max(1, min(LOOKS, int(LOOKED * budget / max(each, 1e-9))))
-            left = budget - (clock - self.started) - (looks + 1) * each
-            self.notes = replace(self.notes, looks=looks, updates=affordable(stepper, self.batches, left, self._agreed))
+            rows = chain.from_iterable(self.batches.epoch(number, 0) for number in count())
+            with stepper.rehearsal():
+                stepper.update(rows, 0).tolist()  # the first one sets things up, and is not timed
+                left = budget - (perf_counter() - self.started) - looks * each
+                updates = affordable(lambda: stepper.update(rows, 0), left, self._agreed)
+            self.notes = replace(self.notes, looks=looks, updates=updates)
         self._best = self._copied(stepper)
         self.log.add(0, {"epoch": 0.0} | before.columns())
 
@@ -267,27 +265,3 @@ class Loop:
     def speed(self) -> float:
         """Images a second of the training alone; the first stretch has the start of everything in it."""
         return statistics.median(self._speeds[1:] or self._speeds or [0.0])
-
-
-def affordable(stepper: Stepper, batches: Batches, seconds: float, agreed: Callable[[float], float]) -> int:
-    """Measure how many updates fit into ``seconds``, from now on; at least one. The model and the optimizer stay as they are.
-
-    ``agreed`` gives the mean of a number over all processes. Each update exchanges gradients, so all must make equally many here: each
-    number that their count follows from is agreed on, the seconds too.
-    """
-    started, seconds = perf_counter(), agreed(seconds)
-    rows: Iterator[tuple[Tensor, Tensor]] = chain.from_iterable(batches.epoch(number, 0) for number in count())
-
-    def timed(updates: int) -> float:
-        """Seconds of one update, the mean of several."""
-        begun = perf_counter()
-        for _ in range(updates):
-            stepper.update(rows, 0).tolist()  # reads from the device, so that it waits for it
-        return (perf_counter() - begun) / updates
-
-    with stepper.rehearsal():
-        timed(1)
-        each = agreed(timed(1))
-        more = min(TIMED, int(seconds / 10 / each))
-        each = agreed(timed(more)) if more > 0 else each
-    return max(1, int(agreed((seconds - (perf_counter() - started)) * (1 - SPARED) / each)))

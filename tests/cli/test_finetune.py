@@ -43,7 +43,7 @@ def stand_in(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("stand_in")
 def test_from_weights_to_an_evaluated_folder(document: Document, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flysurgery.fidelity.reconstruction._affordable", lambda *_: 3)
+    monkeypatch.setattr("flysurgery.fidelity.reconstruction.affordable", lambda *_: 3)
     fit = ("--calibrate", "imagenet/train", "--samples", 40, "--sequential", "--reconstruct", "--minutes", 1)
     converted = document("convert", "dense", "--arch", "monarch", *fit, "--evaluate", "imagenet/val", "--out", "fitted")
     accuracy, dense = converted["accuracy"], document("evaluate", "dense", "--data", "imagenet/val")

@@ -28,7 +28,7 @@ def fails(*arguments):
             os.kill(os.getpid(), signal.SIGKILL)
         raise DataError("this process has bad luck")
     return measure(*arguments)
-reconstruction._affordable = lambda *_: 4
+reconstruction.affordable = lambda *_: 4
 if how != "well":
     reconstruction.measure_fidelity = fails
 sys.exit(main(sys.argv[2:]))

@@ -231,7 +231,7 @@ def test_a_budget_sets_the_number_of_updates_and_slow_looks_leave_it_to_them(
         time.sleep(0.3)
         return look(self, model, bare, accuracy=accuracy)
 
-    def seven(stepper: object, batches: object, seconds: float, agreed: object) -> int:
+    def seven(update: object, seconds: float, agreed: object) -> int:
         given.append(seconds)
         return 7
 

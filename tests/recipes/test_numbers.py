@@ -133,7 +133,7 @@ def test_unstructured_pruning_keeps_as_many_weights_as_the_butterfly_and_a_fit_k
     linears, samples = linears_of(dense), Samples(torch.randn(10, 3, 32, 32))
     model, fitted, reconstructed = (copy.deepcopy(dense) for _ in range(3))
     RIVALS["unstructured"].convert(model, linears)
-    monkeypatch.setattr("flysurgery.fidelity.reconstruction._affordable", lambda *_: 20)
+    monkeypatch.setattr("flysurgery.fidelity.reconstruction.affordable", lambda *_: 20)
     prune_to_inputs(fitted, linears, largest, samples)
     done = prune_to_inputs(reconstructed, linears, largest, samples, minutes=5)
     last = after = torch.empty(0)

@@ -28,7 +28,7 @@ from tests.surgery.test_exact import mobile
 
 @pytest.fixture(autouse=True)
 def _twenty_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flysurgery.fidelity.reconstruction._affordable", lambda *_: 20)
+    monkeypatch.setattr("flysurgery.fidelity.reconstruction.affordable", lambda *_: 20)
 
 
 def errors(report: Report) -> dict[str, tuple[float, float]]:
