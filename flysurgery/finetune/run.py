@@ -1,26 +1,40 @@
-"""A training run, from its first update or from the update at which it is resumed."""
+"""A training run, from its first update or from the update at which it is resumed: what is seen, noted and kept between updates."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import copy
+import math
+import statistics
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, count
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from flysurgery.errors import OptionError, TrainingError
+from flysurgery.errors import DataError, OptionError, TrainingError
 from flysurgery.evaluation import Accuracy, Fractals, ImageData
-from flysurgery.fidelity import Fidelity
-from flysurgery.finetune.data import Process, TrainingData, check_augmentation
+from flysurgery.fidelity import Copied, Fidelity, Progress, affordable, moments, rate_for
+from flysurgery.finetune.data import Batches, Process, TrainingData, check_augmentation
 from flysurgery.finetune.devices import accelerator_for, sharded
-from flysurgery.finetune.loop import Loop, Progress
-from flysurgery.finetune.measure import Judge
+from flysurgery.finetune.measure import Judge, Look
 from flysurgery.finetune.settings import Settings
 from flysurgery.finetune.state import Log, States
-from flysurgery.finetune.step import optimizer_of
+from flysurgery.finetune.step import Stepper, optimizer_of
 from flysurgery.finetune.teacher import Teacher, fused_dtype
-from flysurgery.surgery import plan_of
+from flysurgery.surgery import densify, plan_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+LOOKS = 10
+"""How often a run without labels, or with a budget, is looked at."""
+
+LOOKED = 0.2
+"""The share of a budget that looks may take. Where they take longer there are fewer."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,7 @@ def train(
     Works for converted and dense models. With ``folder`` the run keeps a log there, and its state after each epoch or every
     ``save_every`` updates. With ``resume`` it continues from the last state. Each random number follows from the seed, the update
     and the process, so the losses are those of a run that was never stopped. ``force`` deletes the state of another run.
+    ``progress`` is called with the updates done, the number of all, and a few words on the loss and on what was seen last.
 
     If ``held_out`` has classes, the accuracy on it is measured before the first update and after each epoch. With a teacher, the
     closeness to its outputs is measured too. Without labels, or with a budget of minutes, this happens ten times, or less often if it
@@ -92,37 +107,26 @@ def train(
     settings = settings.completed(teacher=teacher is not None, labelled=data.labelled, sharded=sharded(accelerator))
     optimizer_of(nn.Linear(2, 2), settings)  # an unknown one ends the run before anything is written
     check_augmentation(settings)
+    if settings.densify_after is not None and sharded(accelerator):
+        raise OptionError("densify_after cannot be used with weights shared out among processes")
+    if settings.densify_after is not None and plan_of(model) is None:
+        raise OptionError("there is nothing to densify in a dense model")
     here = Process(accelerator.device, accelerator.process_index, accelerator.num_processes)
-    if settings.densify_after is not None and (plan_of(model) is None or sharded(accelerator)):
-        why = "with weights shared out among processes" if sharded(accelerator) else "a dense model"
-        raise OptionError(f"there is nothing to densify in {why}" if plan_of(model) is None else f"densify_after cannot be used {why}")
     states = None if folder is None else States(folder, model, data.name, settings, here.processes)
-    begun, noted = (0, {}) if states is None or not resume else states.check_same()
-    if states is not None and not resume:
-        if force and accelerator.is_main_process:
-            states.clear()
-        accelerator.wait_for_everyone()
-        states.check_new()
+    begun, noted = (0, {}) if states is None else states.begin(accelerator, resume=resume, force=force)
     fuses = accelerator.device.type == "cuda" and settings.pays_fusing(data.samples)
-    dtype = fused_dtype(accelerator) if fuses else None
-    judge = None if teacher is None else Teacher(teacher.to(accelerator.device), model, settings, dtype)
-    log: Log | None = None
-    try:
+    with ExitStack() as opened:
+        taught = None
+        if teacher is not None:
+            dtype = fused_dtype(accelerator) if fuses else None
+            taught = opened.enter_context(closing(Teacher(teacher.to(accelerator.device), model, settings, dtype)))
         batches = data.open(here)
         if held_out is not None and isinstance(held_out.dataset, Fractals):
             held_out.dataset.to(accelerator.device)  # pictures that are computed are computed where they are needed
-        looks = Judge(held_out, judge, accelerator, batches.size)
-        if folder is not None and accelerator.is_main_process:
-            folder.mkdir(parents=True, exist_ok=True)
-        accelerator.wait_for_everyone()
-        log = Log(folder, accelerator, begun, asdict(settings))
-        loop = Loop(accelerator, settings, data, batches, judge, looks, states, log, progress, started, fuses)
+        judge = Judge(held_out, taught, accelerator, batches.size)
+        log = opened.enter_context(closing(Log(folder, accelerator, begun, asdict(settings))))
+        loop = Loop(accelerator, settings, data, batches, taught, judge, states, log, progress, started, fuses)
         whole = loop.go(model, begun, noted)
-    finally:
-        if judge is not None:
-            judge.close()
-        if log is not None:
-            log.close()
     notes = loop.notes
     return Outcome(
         model=whole,
@@ -141,3 +145,209 @@ def train(
         settings=replace(settings, learning_rate=notes.learning_rate),
         is_main=accelerator.is_main_process,
     )
+
+
+@dataclass
+class Notes:
+    """What a run knows of itself; a state holds it as JSON. ``seconds`` are those up to the state."""
+
+    updates: int
+    learning_rate: float
+    kept: int = 0
+    loss: float = math.nan
+    seconds: float = 0.0
+    looks: int = LOOKS
+    before: Look = field(default_factory=Look)
+    last: Look = field(default_factory=Look)
+
+
+@dataclass
+class Loop:
+    """The updates of one run; ``started`` is when its budget began. After ``go``, ``notes`` and ``speed`` say how it went.
+
+    ``images`` counts those of one update; ``fuses`` lets fused modules train where they are faster.
+    """
+
+    accelerator: Accelerator
+    settings: Settings
+    data: TrainingData
+    batches: Batches
+    teacher: Teacher | None
+    judge: Judge
+    states: States | None
+    log: Log
+    progress: Progress | None
+    started: float
+    fuses: bool
+
+    def __post_init__(self) -> None:
+        accumulation = self.settings.accumulation
+        self._per_epoch = self.batches.count // accumulation
+        if not self._per_epoch:
+            raise DataError(
+                f"{self.data.name} has {self.batches.count} batches an epoch, fewer than the {accumulation} of one update; "
+                "lower the accumulation or the batch size"
+            )
+        self.images = self.batches.size * accumulation * self.accelerator.num_processes
+        self.notes = Notes((self.settings.epochs or 0) * self._per_epoch, self.settings.learning_rate or 0.0)
+        self._best: Copied | None = None
+        self._saved: int | None = None
+        self._speeds: list[float] = []
+
+    def go(self, model: nn.Module, begun: int, noted: dict[str, Any]) -> nn.Module:
+        """Run from update ``begun`` on, whose state holds ``noted``; gives the whole model, bare and in eval mode."""
+        spare = copy.deepcopy(model).cpu() if sharded(self.accelerator) else None
+        densify_at = None if self.settings.densify_after is None else self.settings.densify_after * self._per_epoch
+        if densify_at is not None and begun > densify_at:
+            densify(model)
+        self._set_up(model)
+        if begun:
+            self._take_up(begun, noted)
+        else:
+            self._begin()
+        updates, looks = self.notes.updates, self._looks()
+        self._stepper.plan(updates, self.notes.learning_rate)
+        begun_at = perf_counter() - self.notes.seconds
+        total = torch.zeros(5, device=self.accelerator.device)
+        since, clock, batch = begun, perf_counter(), iter(())
+        for update in range(begun, updates):
+            epoch, step = divmod(update, self._per_epoch)
+            if step == 0 or update == begun:
+                batch = self.batches.epoch(epoch, step * self.settings.accumulation)
+            if update == densify_at:
+                self._densify()
+            total += self._stepper.update(batch, update)
+            done = update + 1
+            saves = self._saves(done, looks)
+            if not (done % self.settings.log_every == 0 or done in looks or saves):
+                continue
+            losses = self._reduced(total, done - since, since, done)
+            self._speeds.append(self.images * (done - since) / (perf_counter() - clock))
+            self._note(done, losses, self._look(done) if done in looks else None)
+            if saves and self.states is not None:
+                self.notes.seconds = perf_counter() - begun_at
+                self.states.save(self.accelerator, done, asdict(self.notes), self._best)
+                self._saved = done
+            total.zero_()
+            since, clock = done, perf_counter()
+        if self._best is None:
+            self.notes.kept = updates
+        else:
+            self._best.put_back()
+        if begun == updates or not self.data.labelled:
+            self.notes.last = replace(self.notes.last, accuracy=self.judge.accuracy(self._stepper.model))
+        self.notes.seconds = perf_counter() - begun_at
+        return self._finished(spare)
+
+    def _set_up(self, model: nn.Module) -> None:
+        """Prepare ``model`` to be trained, and a copy for its best state where something says which is best: a teacher, not labels."""
+        self._stepper = Stepper(model, self.settings, self.accelerator, self.data, self.teacher, fuses=self.fuses)
+        self._best = Copied(self._stepper.bare) if self.judge.images and not self.data.labelled else None
+
+    def _begin(self) -> None:
+        """Look at the start, and find from it how fast to learn and, with a budget, for how many updates."""
+        notes, stepper = self.notes, self._stepper
+        notes.before = notes.last = self.judge.look(stepper.model, stepper.bare)
+        close = notes.before.fidelity
+        if close is not None and not math.isfinite(close.relative_error):
+            raise DataError(f"{self.data.name}: the outputs are no finite numbers before the first update, so there is nothing to fit to")
+        if self.settings.learning_rate is None:
+            if close is None:
+                images, _ = next(iter(self.batches.epoch(0, 0)))
+                close = self.judge.compared(stepper.bare, [images])
+            notes.learning_rate = rate_for(self._agreed(close.relative_error))
+        if self.settings.minutes is not None:
+            clock = perf_counter()  # a second look, which has nothing to set up, is timed
+            self.judge.look(stepper.model, stepper.bare, accuracy=self.data.labelled)
+            each, budget = self._agreed(perf_counter() - clock), 60 * self.settings.minutes
+            notes.looks = max(1, min(LOOKS, int(LOOKED * budget / max(each, 1e-9))))
+            rows = chain.from_iterable(self.batches.epoch(number, 0) for number in count())
+            with stepper.rehearsal():
+                stepper.update(rows, 0).tolist()  # the first one sets things up, and is not timed
+                left = budget - (perf_counter() - self.started) - notes.looks * each
+                notes.updates = affordable(lambda: stepper.update(rows, 0), left, self._agreed)
+        self.log.add(0, {"epoch": 0.0} | notes.before.columns())
+
+    def _take_up(self, begun: int, noted: dict[str, Any]) -> None:
+        """Go on from a state, with what was found at the start; a rate that is given may have changed."""
+        looks: dict[str, Any] = {name: Look.of_json(noted[name]) for name in ("before", "last")}
+        self.notes = Notes(**noted | looks)
+        self.notes.learning_rate = self.settings.learning_rate or self.notes.learning_rate
+        self._saved = begun
+        if self.states is not None:
+            self.states.load(self.accelerator, begun, self._best)
+
+    def _agreed(self, number: float) -> float:
+        """Give the mean over all processes, so that all do the same."""
+        summed: Any = self.accelerator.reduce(torch.tensor(float(number), device=self.accelerator.device), "mean")
+        return float(summed)
+
+    def _densify(self) -> None:
+        if self._best is not None:
+            self._best.put_back()
+        bare = self._stepper.close()
+        densify(bare)
+        self._set_up(bare)
+        self._stepper.plan(self.notes.updates, self.notes.learning_rate)
+
+    def _looks(self) -> frozenset[int]:
+        """Choose the updates after which the model is looked at: with labels the ends of epochs."""
+        if self.settings.minutes is None and self.data.labelled:
+            return frozenset(range(self._per_epoch, self.notes.updates + 1, self._per_epoch))
+        return moments(self.notes.updates, self.notes.looks)
+
+    def _look(self, done: int) -> Look:
+        """See how good the model is, and keep it where it is the best so far."""
+        look = self.judge.look(self._stepper.model, self._stepper.bare, accuracy=self.data.labelled)
+        new, best, start = look.fidelity, self.notes.last.fidelity, self.notes.before.fidelity
+        if self._best is None or (new and best and start and new.is_better_than(best, start)):
+            self.notes.last, self.notes.kept = look, done
+            if self._best is not None:
+                self._best.take()
+        return look
+
+    def _saves(self, done: int, looks: frozenset[int]) -> bool:
+        every = self.settings.save_every
+        return self.states is not None and (done == self.notes.updates or (done in looks if every is None else done % every == 0))
+
+    def _reduced(self, total: Tensor, count: int, since: int, done: int) -> list[float]:
+        """Give mean losses of all processes over ``count`` updates; the same in each, so that all stop together."""
+        summed: Any = self.accelerator.reduce(total, "sum")
+        *sums, bad = summed.tolist()
+        if bad:
+            kept = "no state was kept" if self._saved is None else f"the last good state, of update {self._saved}, is kept"
+            raise TrainingError(
+                f"the loss or its gradient was no finite number in updates {since + 1} to {done}, so training stopped; {kept}; "
+                "try a lower learning rate"
+            )
+        return [each / count / self.accelerator.num_processes for each in sums]
+
+    def _note(self, done: int, losses: list[float], look: Look | None) -> None:
+        self.notes.loss, of_classes, of_output, of_blocks = losses
+        row: dict[str, float | None] = {
+            "epoch": round(done / self._per_epoch, 4),
+            "loss": self.notes.loss,
+            "class_loss": of_classes if self.data.labelled else None,
+            "output_loss": None if self.teacher is None else of_output,
+            "blocks_loss": None if self.teacher is None else of_blocks,
+            "learning_rate": self._stepper.learning_rate,
+            "images_per_second": round(self._speeds[-1], 1),
+        }
+        self.log.add(done, row if look is None else row | look.columns())
+        if self.progress is not None and self.accelerator.is_main_process:
+            seen = str(self.notes.last if look is None else look)
+            self.progress(done, self.notes.updates, f"loss {self.notes.loss:.3f}{f', {seen}' if seen else ''}")
+
+    def _finished(self, spare: nn.Module | None) -> nn.Module:
+        if spare is None:
+            return self._stepper.close().eval()
+        state = self.accelerator.get_state_dict(self._stepper.model)
+        self._stepper.close()
+        if self.accelerator.is_main_process:
+            spare.load_state_dict(state)
+        return spare.eval()
+
+    @property
+    def speed(self) -> float:
+        """Images a second of the training alone; the first stretch has the start of everything in it."""
+        return statistics.median(self._speeds[1:] or self._speeds or [0.0])

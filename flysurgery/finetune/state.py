@@ -48,12 +48,22 @@ class States:
         found = [int(path.name.removeprefix("state-")) for path in self._folder.glob("state-*") if (path / FACTS).is_file()]
         return max(found, default=None)
 
-    def check_new(self) -> None:
-        """Check that no run has left its state here; raises TrainingError."""
+    def begin(self, accelerator: Accelerator, *, resume: bool, force: bool) -> tuple[int, dict[str, Any]]:
+        """Give the update to begin at, and the notes of its state; called by all processes.
+
+        A new run begins at 0, in a folder without states, from which ``force`` removes them. Raises TrainingError.
+        """
+        if resume:
+            return self.check_same()
+        if force and accelerator.is_main_process:
+            for path in (*self._folder.glob("state-*"), *self._folder.glob(".new-*")):
+                shutil.rmtree(path)
+        accelerator.wait_for_everyone()
         if self.last is not None:
             raise TrainingError(
                 f"{self._folder} holds a run that has come to update {self.last}; go on with --resume, or begin anew with --force"
             )
+        return 0, {}
 
     def check_same(self) -> tuple[int, dict[str, Any]]:
         """Give the update that the run is resumed from, and the notes that ``save`` got; raises TrainingError for another run's state."""
@@ -119,11 +129,6 @@ class States:
         except Exception as error:  # accelerate, torch and safetensors each fail in their own way
             raise TrainingError(f"the state in {self._path(update)} cannot be read: {first_line(error)}") from error
 
-    def clear(self) -> None:
-        for pattern in ("state-*", ".new-*"):
-            for path in self._folder.glob(pattern):
-                shutil.rmtree(path)
-
     def _path(self, update: int) -> Path:
         return self._folder / f"state-{update:08d}"
 
@@ -147,6 +152,7 @@ class Log:
             accelerator.init_trackers("tensorboard", config=plain)
         if self._file is None:
             return
+        self._file.parent.mkdir(parents=True, exist_ok=True)
         # rows from after the saved state are written anew
         earlier = self._file.read_text(encoding="utf-8").splitlines() if resumed_at and self._file.is_file() else []
         kept = [row for row in csv.DictReader(earlier) if int(row["update"]) <= resumed_at]

@@ -19,6 +19,7 @@ from torch.nn import functional
 from flysurgery.errors import OptionError
 from flysurgery.fidelity import Captured, Copied, Muon, relative_error
 from flysurgery.fidelity import parameter_groups as groups_of_muon
+from flysurgery.finetune.data import TrainingData
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import MUON, Settings
 from flysurgery.finetune.teacher import Teacher, as_tensor, fuse
@@ -56,7 +57,7 @@ def features_loss(
 class Stepper:
     """A model with its optimizer and schedule, as accelerate prepared them, and what its outputs are held against.
 
-    Without ``labelled`` the classes of the images mean nothing. On CUDA updates are replayed as one graph, where one process trains alone,
+    On CUDA updates are replayed as one graph, where one process trains alone,
     in bfloat16 or float32, and the optimizer allows it. Then ``fuses`` puts fused modules into the model until ``close``, where they are
     faster. ``plan`` comes before the first update.
     """
@@ -66,13 +67,12 @@ class Stepper:
         model: nn.Module,
         settings: Settings,
         accelerator: Accelerator,
-        *,
-        num_classes: int,
+        data: TrainingData,
         teacher: Teacher | None,
-        labelled: bool = True,
-        fuses: bool = False,
+        *,
+        fuses: bool,
     ) -> None:
-        self._settings, self._accelerator, self._teacher, self._labelled = settings, accelerator, teacher, labelled
+        self._settings, self._accelerator, self._teacher, self._labelled = settings, accelerator, teacher, data.labelled
         self._own_forward = "forward" in vars(model)
         on_cuda = accelerator.device.type == "cuda"
         self._optimizer = optimizer_of(model, settings, on_cuda=on_cuda)
@@ -87,7 +87,7 @@ class Stepper:
         self.model, self.optimizer = accelerator.prepare(model, self._optimizer)
         self._mixup = None
         if settings.mixes:
-            self._mixup = Mixup(settings.mixup, settings.cutmix, label_smoothing=settings.smoothing, num_classes=max(1, num_classes))
+            self._mixup = Mixup(settings.mixup, settings.cutmix, label_smoothing=settings.smoothing, num_classes=max(1, data.num_classes))
         # mixed classes are smoothed by what mixes them
         self._class_loss = nn.CrossEntropyLoss(label_smoothing=0.0 if settings.mixes else settings.smoothing)
         self._rates = [torch.zeros((), device=accelerator.device) for _ in self._optimizer.param_groups] if captures else []

@@ -82,7 +82,7 @@ def test_a_stopped_run_with_a_budget_goes_on_as_it_would_have(
     photographs: Path, converted: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, counts = replace(UNLABELLED, epochs=None, minutes=0.5, save_every=3), iter((11, 11))
-    monkeypatch.setattr("flysurgery.finetune.loop.affordable", lambda *_: next(counts))  # a resumed run asks no more
+    monkeypatch.setattr("flysurgery.finetune.run.affordable", lambda *_: next(counts))  # a resumed run asks no more
     check_resumed(tmp_path, lambda **more: taught(converted(0), photographs, settings, **more), stopped=8, state=6, every=3)
     assert rows(tmp_path / "whole")[-1]["update"] == "11"
 
@@ -236,7 +236,7 @@ def test_a_budget_sets_the_number_of_updates_and_slow_looks_leave_it_to_them(
         return 7
 
     monkeypatch.setattr(Judge, "look", slow)
-    monkeypatch.setattr("flysurgery.finetune.loop.affordable", seven)
+    monkeypatch.setattr("flysurgery.finetune.run.affordable", seven)
     model, settings = converted(), Settings(minutes=0.03, cpu=True)
     data, held_out = training_data("digits", model, settings, teacher=True), held_out_data("digits", model, teacher=True)
     outcome = train(model, data, settings, teacher=dense, held_out=held_out, folder=tmp_path)
