@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from timm.data.config import resolve_data_config
 from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from flysurgery.calibration import ASPECT, DEFAULT_SAMPLES, SIDES, Pictures, Samples, samples_of
-from flysurgery.errors import DataError, WalkError, first_line
+from flysurgery.calibration import DEFAULT_SAMPLES, Pictures, Samples, samples_of
+from flysurgery.errors import DataError, WalkError
 from flysurgery.evaluation.fractals import Fractals
+from flysurgery.evaluation.pictures import check_not_blank, image_files, labelled_pictures, picture_of, read_image
 from flysurgery.surgery import classes_of
 from flysurgery.walker import example_input
 
-Item = TypeVar("Item")
 Part = Literal["train", "held-out"]
 
 MADE = ("digits", "fractals")
 """Data sets that need no files."""
 
+DIGITS = 10
+
 SMALL = 512
 """For fewer images than this a reading process costs more than it saves."""
 
-MAX_WORKERS, MOST_THREADS = 8, 16
+MAX_WORKERS = 8
 
 FRACTALS_A_CLASS = 50
 """Held-out fractals of each class."""
@@ -128,16 +126,19 @@ def load_data(name: str | Path, model: nn.Module) -> ImageData:
     Raises:
         DataError: the data are not there or cannot be read, or have another number of classes than the model.
     """
-    wanted = preparation(model)
+    wanted, classes = preparation(model), classes_of(model)
     if str(name) in MADE:
         dataset = made(str(name), "held-out", model, wanted)
-        data = ImageData(str(name), dataset, len(dataset), dataset.classes if isinstance(dataset, Fractals) else 10)
+    elif Path(name).is_dir():
+        dataset = labelled_pictures(Path(name), wanted.channels, wanted.transform())
     else:
-        data = _labelled_folder(Path(name), wanted)
-    classes = classes_of(model)
-    if classes is not None and classes != data.num_classes:
-        raise DataError(f"{name} has {data.num_classes} classes and the model tells {classes} apart; they must be the same")
-    return data
+        raise DataError(
+            f"there is no data set '{name}': expected 'digits', 'fractals' or a folder with one folder of images for each class"
+        )
+    found = DIGITS if isinstance(dataset, TensorDataset) else dataset.classes
+    if classes is not None and classes != found:
+        raise DataError(f"{name} has {found} classes and the model tells {classes} apart; they must be the same")
+    return ImageData(str(name), dataset, len(dataset), found)
 
 
 def made(name: str, part: Part, model: nn.Module, wanted: Preparation) -> TensorDataset | Fractals:
@@ -175,60 +176,6 @@ def digits(part: Part, size: tuple[int, int], *, mean: Sequence[float], std: Seq
     images = functional.interpolate(pixels, size=size, mode="bilinear", align_corners=False, antialias=True)
     center, scale = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
     return TensorDataset((images - center) / scale, torch.tensor(found.target[chosen], dtype=torch.int64))
-
-
-def _labelled_folder(folder: Path, wanted: Preparation) -> ImageData:
-    if not folder.is_dir():
-        raise DataError(
-            f"there is no data set '{folder}': expected 'digits', 'fractals' or a folder with one folder of images for each class"
-        )
-    from torchvision.datasets import ImageFolder
-
-    try:
-        dataset = ImageFolder(folder, transform=wanted.transform(), loader=partial(read_image, channels=wanted.channels))
-    except OSError as error:  # torchvision raises this for no folders, and for a folder without images
-        raise DataError(f"{folder} is no image folder, with one folder of images for each class: {first_line(error)}") from error
-    return ImageData(str(folder), dataset, len(dataset), len(dataset.classes))
-
-
-def image_files(folder: Path) -> list[Path]:
-    """List all image files of a folder, at any depth, by their names."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
-    if not paths:
-        raise DataError(f"there are no images in {folder}; expected files ending in {', '.join(IMG_EXTENSIONS)}")
-    return paths
-
-
-def read_image(path: str | Path, channels: int) -> Image.Image:
-    """Read the image in a file, grey or in colours."""
-    try:
-        with Image.open(path) as image:
-            return image.convert("L" if channels == 1 else "RGB")
-    except (OSError, Image.DecompressionBombError) as error:  # PIL's errors for what is no image, or is cut short, are of the first kind
-        raise DataError(f"{path} cannot be read as an image: {first_line(error)}") from error
-
-
-def read_many(read: Callable[[Item], Tensor], items: Iterable[Item]) -> Iterator[Tensor | DataError]:
-    """Read items in threads, in their order; of one that cannot be read the error is given."""
-
-    def tried(item: Item) -> Tensor | DataError:
-        try:
-            return read(item)
-        except DataError as error:
-            return error
-
-    with ThreadPoolExecutor(min(MOST_THREADS, 2 * (os.cpu_count() or 1))) as threads:
-        try:
-            yield from threads.map(tried, items)
-        finally:
-            threads.shutdown(cancel_futures=True)  # nobody asks for the rest
-
-
-def sentence_of(error: DataError) -> DataError:
-    """Give the error of a reading process as its sentence alone: the process sends it as the last line of a traceback."""
-    return DataError(str(error).strip().splitlines()[-1].rpartition("DataError: ")[2])
 
 
 def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None = None, pictures: bool = False) -> Samples:
@@ -307,20 +254,3 @@ def _order(count: int, wanted: int) -> Sequence[int]:
     """Order all positions: first ``wanted`` of them that are spread evenly, then the others, to make up for unreadable images."""
     chosen = [index * count // wanted for index in range(wanted)] if count > wanted else list(range(count))
     return chosen + sorted(set(range(count)) - set(chosen))
-
-
-def check_not_blank(images: Sequence[Tensor]) -> None:
-    """Refuse images of shape (channels, height, width) that are of one colour each (DataError)."""
-    if all(bool((image == image[:, :1, :1]).all()) for image in images):
-        raise DataError(f"all {len(images)} images are of one colour each, from which nothing can be learned; give photographs")
-
-
-def picture_of(image: Image.Image, size: tuple[int, int]) -> Tensor:
-    """Give a PIL image as uint8 of shape (channels, height, width), for ``Pictures``: scaled down, and cut where it is long."""
-    scale = min(1.0, SIDES * max(size) / min(image.size))
-    width, height = (max(1, round(side * scale)) for side in image.size)
-    image = image.resize((width, height), Image.Resampling.BICUBIC) if scale < 1 else image
-    longest = math.ceil(ASPECT * min(width, height))
-    left, upper = max(0, (width - longest) // 2), max(0, (height - longest) // 2)
-    pixels = np.array(image.crop((left, upper, left + min(width, longest), upper + min(height, longest))))
-    return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).movedim(-1, 0)

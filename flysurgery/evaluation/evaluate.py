@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from flysurgery.calibration import main_output, unchanged_state
 from flysurgery.errors import DataError, OptionError
-from flysurgery.evaluation.data import ImageData, sentence_of
+from flysurgery.evaluation.data import ImageData
+from flysurgery.evaluation.pictures import sentence_of
 
 TOP = 5
 

@@ -1,197 +1,55 @@
-"""Images to train on, as batches, and the held-out ones that belong to them."""
+"""Which images train and which are held out: digits, fractals, folders with and without classes, timm's data sets."""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from timm.data.transforms_factory import create_transform
+from PIL import Image
 from torch import Tensor, nn
 
-from flysurgery.calibration import Pictures
-from flysurgery.errors import DataError, OptionError
+from flysurgery.calibration import Pictures, main_output, unchanged_state
+from flysurgery.errors import DataError, first_line
 from flysurgery.evaluation import Fractals, ImageData, Preparation, digits, load_data, preparation
-from flysurgery.evaluation.data import MADE, MAX_WORKERS, image_files, sentence_of
-from flysurgery.fidelity import VIEWS, views
-from flysurgery.finetune.devices import seed_everything
-from flysurgery.finetune.pictures import (
-    MOST_BYTES,
-    class_folders,
-    classes_in,
-    digit_pictures,
-    held_out_part,
-    is_labelled,
+from flysurgery.evaluation.data import DIGITS, MADE, made
+from flysurgery.evaluation.pictures import (
+    PictureSet,
+    check_not_blank,
+    image_files,
     labelled_pictures,
-    named_pictures,
-    read_pictures,
-    unlabelled_files,
+    picture_of,
+    read_image,
+    read_many,
     unlabelled_pictures,
 )
-from flysurgery.finetune.settings import BATCH, Settings
+from flysurgery.finetune.batches import Batches, Process, generated_batches, loaded_batches, viewed_batches
+from flysurgery.finetune.settings import Settings
 from flysurgery.surgery import classes_of
-
-
-@dataclass(frozen=True)
-class Process:
-    """One of the processes that train together: its device, its number, and how many they are."""
-
-    device: torch.device
-    process: int
-    processes: int
-
-
-@dataclass(frozen=True)
-class Batches:
-    """``count`` batches of ``size`` images an epoch.
-
-    ``epoch(number, start)`` gives pairs of normalized images and their classes, on the device of this process, from the batch numbered
-    ``start`` on.
-    """
-
-    size: int
-    count: int
-    epoch: Callable[[int, int], Iterator[tuple[Tensor, Tensor]]]
-
-
-def check_augmentation(settings: Settings) -> None:
-    """Check that timm knows the policy of augmentation, before anything is written."""
-    if settings.augment is None:
-        return
-    try:
-        create_transform(32, is_training=True, auto_augment=policy_of(settings))
-    except (AssertionError, ValueError, KeyError, TypeError) as error:
-        raise OptionError(f"timm has no policy of augmentation '{settings.augment}'; rand-m9-mstd0.5-inc1 is one") from error
-
-
-def policy_of(settings: Settings) -> str | None:
-    """The policy of augmentation, whose increasing magnitudes end at 9 of 10: at 10 timm posterizes to no bits, which Pillow 13 refuses."""
-    policy = settings.augment
-    return f"{policy}-mmax9" if policy is not None and "-inc1" in policy and "-mmax" not in policy else policy
-
-
-def batch_size_of(settings: Settings, images: int, processes: int, usual: int = BATCH) -> int:
-    """Give the batch that was asked for, or else the ``usual`` one, or as many images as there are for each process."""
-    if settings.batch_size is not None:
-        return settings.batch_size
-    size = max(1, min(usual, images // processes))
-    return size - size % 2 if settings.mixes and size > 1 else size
-
-
-def loaded_batches(
-    dataset: Any,
-    wanted: Preparation,
-    settings: Settings,
-    here: Process,
-    *,
-    crop: float,
-    flip: float,
-    in_memory: bool = False,
-    jitter: float = 0.4,
-) -> Batches:
-    """Read pictures by timm's loader, with its random crops, policies and erasing, in processes of their own where that pays.
-
-    An epoch's order and distortions follow from the seed and the epoch's number. Batches before ``start`` are read and dropped, so
-    that those after it are the same as in a whole epoch.
-    """
-    from timm.data.loader import create_loader
-
-    workers = settings.workers
-    if workers is None:
-        workers = 0 if in_memory else min(MAX_WORKERS, (os.cpu_count() or 1) // max(1, here.processes))
-    size = batch_size_of(settings, len(dataset), here.processes)
-    loader: Any = create_loader(
-        dataset,
-        input_size=wanted.shape,
-        batch_size=size,
-        is_training=True,
-        scale=(crop if settings.crop is None else settings.crop, 1.0),
-        ratio=(0.9, 1.1) if in_memory else None,
-        hflip=flip if settings.flip is None else settings.flip,
-        color_jitter=jitter if wanted.channels == 3 and not in_memory else 0.0,
-        auto_augment=policy_of(settings),
-        re_prob=settings.erase,
-        interpolation=str(wanted.config["interpolation"]),
-        mean=wanted.mean,
-        std=wanted.std,
-        num_workers=workers,
-        distributed=here.processes > 1,
-        use_prefetcher=here.device.type == "cuda",
-        pin_memory=here.device.type == "cuda",
-        device=here.device,
-        persistent_workers=False,
-    )
-
-    def epoch(number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        sampler: Any = getattr(loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(number)
-        seed_everything(settings.seed, number, here.process)
-        batches = iter(loader)
-        for index in range(len(loader)):
-            # pictures that are read in this process draw from its generators, so these start anew with each batch
-            seed_everything(settings.seed, number, here.process, index)
-            try:
-                images, classes = next(batches)
-            except StopIteration:
-                return
-            except DataError as error:
-                raise sentence_of(error) from error
-            if index >= start:
-                yield images.to(here.device), classes.to(here.device)
-
-    return Batches(size, len(loader), epoch)
-
-
-def generated_batches(images: Fractals, samples: int, settings: Settings, here: Process) -> Batches:
-    """Make fractals on the device. Every image is new: its number goes on through epochs and processes."""
-    size = batch_size_of(settings, samples, here.processes)
-    count = samples // (size * here.processes)
-    if not count:
-        raise DataError(
-            f"an epoch of {samples} generated images is less than one batch of {size} for each of "
-            f"{here.processes} processes; ask for more images an epoch"
-        )
-
-    def epoch(number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for index in range(start, count):
-            batch = (number * count + index) * here.processes + here.process
-            yield images.batch(range(batch * size, (batch + 1) * size))
-
-    return Batches(size, count, epoch)
-
-
-def viewed_batches(pictures: Pictures, settings: Settings, here: Process) -> Batches:
-    """Make random views of pictures in memory, on the device; what an epoch shows follows from the seed, its number and the process.
-
-    An update has as many of them as one of a reconstruction, unless the settings say otherwise.
-    """
-    size = batch_size_of(settings, len(pictures), here.processes, VIEWS.get(here.device.type, VIEWS["cpu"]))
-    count, pictures = len(pictures) // (size * here.processes), pictures.to(here.device)
-
-    def epoch(number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        order = torch.from_numpy(np.random.default_rng((settings.seed, number)).permutation(len(pictures))).to(here.device)
-        none = torch.zeros(size, dtype=torch.long, device=here.device)
-        for index in range(start, count):
-            seed_everything(settings.seed, number, here.process, index)
-            batch = index * here.processes + here.process
-            yield views(pictures, order[batch * size : (batch + 1) * size]), none
-
-    return Batches(size, count, epoch)
-
+from flysurgery.walker import example_input
 
 _logger = logging.getLogger(__name__)
+
+LEVELS = 255
+
+TRAIN = ("train", "training")
+HELD_OUT = ("val", "validation", "eval", "test")
+"""Names of the folders that hold the two parts of a data set."""
+
+ASIDE = 10
+"""One image in so many is held out where a folder has no held-out part."""
 
 DIGIT_CROP, PHOTO_CROP, VIEW_CROP = 0.7, 0.08, 0.25
 """The least share of an image that a random crop keeps: a digit must stay the same digit; photographs with classes have timm's default."""
 
 IMAGES_A_CLASS = 256
 """Generated images of each class in an epoch, unless the settings say otherwise."""
+
+MOST_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -224,37 +82,30 @@ def training_data(
     Raises:
         DataError: the data are not there, do not fit the model, or are fewer than one batch.
     """
-    wanted = preparation(model)
-    classes = classes_of(model)
+    wanted, classes, folder = preparation(model), classes_of(model), Path(name)
     if str(name) == "fractals":
         return _fractals(wanted, classes, settings)
-    folder, is_digits = Path(name), str(name) == "digits"
     if classes == 0 and not teacher:
         raise DataError(f"the model has no head that {name} could train by its classes; give a teacher to imitate, --teacher MODEL")
-    if not is_digits and folder.is_dir() and not is_labelled(folder, model):
-        if teacher:
-            if classes != 0 and class_folders(folder):
-                _logger.warning("%s has not one folder of images for each class of the model, so it is used without labels", name)
-            return _unlabelled(folder, wanted, settings, aside=aside)
-        if not class_folders(folder):
-            raise DataError(f"{name} holds no folder of images for each class; give a teacher that needs none, --teacher MODEL")
+    crop, flip, is_digits = PHOTO_CROP, 0.5, str(name) == "digits"
     if is_digits:
-        dataset, least, likely = digit_pictures(wanted.channels), DIGIT_CROP, 0.0
+        dataset, crop, flip = _digit_pictures(wanted.channels), DIGIT_CROP, 0.0
+    elif not folder.is_dir():
+        dataset = _named_pictures(str(name), root, "train", wanted.channels)
+    elif is_labelled(folder, model) or (_class_folders(folder) and not teacher):
+        dataset = labelled_pictures(_training_part(folder), wanted.channels, skips=True)
+    elif teacher:
+        if classes != 0 and _class_folders(folder):
+            _logger.warning("%s has not one folder of images for each class of the model, so it is used without labels", name)
+        return _unlabelled(folder, wanted, settings, aside=aside)
     else:
-        opened = (
-            labelled_pictures(folder, wanted.channels) if folder.is_dir() else named_pictures(str(name), root, "train", wanted.channels)
-        )
-        dataset, least, likely = opened, PHOTO_CROP, 0.5
-    found = classes_in(dataset)
-    if classes and isinstance(classes, int) and found is not None and classes != found:
+        raise DataError(f"{name} holds no folder of images for each class; give a teacher that needs none, --teacher MODEL")
+    found, samples = _classes_in(dataset), len(dataset)
+    if classes and found is not None and classes != found:
         raise DataError(f"{name} has {found} classes and the model tells {classes} apart; they must be the same")
-    samples = len(dataset)
     _check_batch(name, samples, settings)
-
-    def open_(here: Process) -> Batches:
-        return loaded_batches(dataset, wanted, settings, here, crop=least, flip=likely, in_memory=is_digits)
-
-    return TrainingData(str(name), found or classes or 0, samples, open_, labelled=classes != 0)
+    opens = partial(loaded_batches, dataset, wanted, settings, crop=crop, flip=flip, in_memory=is_digits)
+    return TrainingData(str(name), found or classes or 0, samples, opens, labelled=classes != 0)
 
 
 def held_out_data(name: str | Path, model: nn.Module, *, root: Path | None = None, teacher: bool = False) -> ImageData | None:
@@ -267,9 +118,9 @@ def held_out_data(name: str | Path, model: nn.Module, *, root: Path | None = Non
     """
     folder = Path(name)
     is_folder = str(name) not in MADE and folder.is_dir()
-    apart = held_out_part(folder) if is_folder else None
+    apart = _part(folder, HELD_OUT)
     if not is_folder or apart is not None:
-        return judging_data(apart or name, model, root=root, teacher=teacher)
+        return judging_data(apart if is_folder and apart else name, model, root=root, teacher=teacher)
     if not teacher or is_labelled(folder, model):
         return None
     return _without_classes(folder, unlabelled_files(folder)[1], preparation(model))
@@ -283,22 +134,97 @@ def judging_data(name: str | Path, model: nn.Module, *, root: Path | None = None
     """
     headless, folder, wanted = classes_of(model) == 0, Path(name), preparation(model)
     if str(name) == "digits" and headless:
-        dataset = digits("held-out", wanted.size, mean=wanted.mean, std=wanted.std)
+        dataset = made("digits", "held-out", model, wanted)
         return ImageData("digits", dataset, len(dataset), 0)
-    if str(name) not in MADE and not folder.is_dir():
-        named = named_pictures(str(name), root, "validation", wanted.channels)
-        named.transform = wanted.transform()
-        return ImageData(f"{name} validation", named, len(named), 0 if headless else classes_in(named) or classes_of(model) or 0)
-    if str(name) not in MADE and teacher and not is_labelled(folder, model):
+    if str(name) in MADE or (folder.is_dir() and not (teacher and not is_labelled(folder, model))):
+        return load_data(name, model)
+    if folder.is_dir():
         return _without_classes(folder, image_files(folder), wanted)
-    return load_data(name, model)
+    named = _named_pictures(str(name), root, "validation", wanted.channels)
+    named.transform = wanted.transform()
+    return ImageData(f"{name} validation", named, len(named), 0 if headless else _classes_in(named) or classes_of(model) or 0)
+
+
+def is_labelled(folder: Path, model: nn.Module) -> bool:
+    """Say whether the model is a classifier and the folder, or its ``train``, holds one folder for each of its classes."""
+    found = _class_folders(folder)
+    return found > 0 and found == _classes_told(model)
+
+
+def unlabelled_files(folder: Path, *, aside: bool = True) -> tuple[list[Path], list[Path]]:
+    """List the images to train on and the held-out ones, by their sorted names, at any depth.
+
+    Held out is what lies in a folder ``val`` or the like, or else every tenth image. Without ``aside`` all images train.
+    """
+    apart = _part(folder, HELD_OUT)
+    paths = [path for path in image_files(_training_part(folder)) if apart is None or apart not in path.parents]
+    if not aside:
+        return paths, []
+    if apart is not None:
+        return paths, image_files(apart)
+    if len(paths) < 2:
+        raise DataError(f"{folder} has one image, which cannot both be trained on and be held out; give more images, or --evaluate FOLDER")
+    return [path for index, path in enumerate(paths) if index % ASIDE], paths[::ASIDE]
+
+
+def read_pictures(paths: Sequence[Path], wanted: Preparation, *, most: int = MOST_BYTES) -> Pictures | None:
+    """Read pictures into memory, scaled down to twice the model's input; None where they would take more than ``most`` bytes.
+
+    Those that cannot be read are left out, with a warning that names the first of them. Pictures of one colour each are refused.
+    """
+    images: list[Tensor] = []
+    failed: list[DataError] = []
+    height = width = 0
+    for each in read_many(lambda path: picture_of(read_image(path, wanted.channels), wanted.size), paths):
+        if isinstance(each, DataError):
+            failed.append(each)
+            continue
+        images.append(each)
+        height, width = max(height, each.shape[1]), max(width, each.shape[2])
+        if len(paths) * wanted.channels * height * width > most:
+            return None
+    if not images:
+        raise DataError(f"none of the {len(paths)} images can be read, the first for this reason: {failed[0]}")
+    if failed:
+        _logger.warning("%s of %s images are left out, the first for this reason: %s", len(failed), len(paths), failed[0])
+    check_not_blank(images)
+    return Pictures.of_images(images, wanted.size, wanted.mean, wanted.std)
+
+
+def _digit_pictures(channels: int) -> PictureSet:
+    """Give the training part of scikit-learn's digits as pictures of 8x8 pixels, in 1 or 3 equal channels."""
+    images, classes = digits("train", (8, 8), mean=[0.0], std=[1.0]).tensors
+    grey = (images[:, 0] * LEVELS).round().byte().numpy()
+    pictures = [Image.fromarray(pixels).convert("L" if channels == 1 else "RGB") for pixels in grey]
+    return PictureSet(list(zip(pictures, classes.tolist(), strict=True)), Image.Image.copy, DIGITS)
+
+
+def _named_pictures(name: str, root: Path | None, split: str, channels: int) -> Any:
+    """Open one of timm's data sets, which must say how many images it has."""
+    from timm.data.dataset_factory import create_dataset
+
+    if "/" not in name or (root is None and name.partition("/")[0] not in ("torch", "hfds", "hfids", "tfds", "wds")):
+        raise DataError(
+            f"there is no data set '{name}': expected 'digits', 'fractals', a folder with one folder of images for each class, "
+            "or the name of a timm data set such as torch/cifar10"
+        )
+    if root is None:
+        raise DataError(f"the data set {name} of timm needs the folder that it is or will be kept in: give --data-root DIR")
+    extra: dict[str, Any] = {"loader": partial(read_image, channels=channels)} if name in ("torch/folder", "torch/image_folder") else {}
+    mode = "L" if channels == 1 else "RGB"
+    try:
+        dataset: Any = create_dataset(name, root=str(root), split=split, is_training=split == "train", input_img_mode=mode, **extra)
+        len(dataset)
+    except Exception as error:  # each of timm's sources fails in its own way, assertions included
+        raise DataError(f"{name} cannot be opened as a data set for training: {first_line(error)}") from error
+    return dataset
 
 
 def _unlabelled(folder: Path, wanted: Preparation, settings: Settings, *, aside: bool) -> TrainingData:
     paths, _ = unlabelled_files(folder, aside=aside)
     _check_batch(folder, len(paths), settings)
 
-    def open_(here: Process) -> Batches:
+    def opens(here: Process) -> Batches:
         on_cuda = here.device.type == "cuda"  # where pictures take at most a quarter of what is free
         room = min(MOST_BYTES, torch.cuda.mem_get_info(here.device)[0] // 4) if on_cuda else MOST_BYTES
         pictures = None if settings.distorts else read_pictures(paths, wanted, most=room)
@@ -308,7 +234,23 @@ def _unlabelled(folder: Path, wanted: Preparation, settings: Settings, *, aside:
         dataset = unlabelled_pictures(paths, wanted.channels, skips=True)
         return loaded_batches(dataset, wanted, settings, here, crop=VIEW_CROP, flip=0.5, jitter=0.0)
 
-    return TrainingData(str(folder), 0, len(paths), open_, labelled=False)
+    return TrainingData(str(folder), 0, len(paths), opens, labelled=False)
+
+
+def _without_classes(folder: Path, paths: list[Path], wanted: Preparation) -> ImageData:
+    return ImageData(str(folder), unlabelled_pictures(paths, wanted.channels, wanted.transform()), len(paths), 0)
+
+
+def _fractals(wanted: Preparation, classes: int | None, settings: Settings) -> TrainingData:
+    if not classes:
+        raise DataError("fractals have as many classes as the model, and this one does not say how many it has")
+    samples = settings.images_per_epoch or IMAGES_A_CLASS * classes
+
+    def opens(here: Process) -> Batches:
+        images = Fractals("train", classes, wanted.size, mean=wanted.mean, std=wanted.std, device=here.device, seed=settings.seed)
+        return generated_batches(images, samples, settings, here)
+
+    return TrainingData("fractals", classes, samples, opens)
 
 
 def _check_batch(name: str | Path, samples: int, settings: Settings) -> None:
@@ -316,17 +258,33 @@ def _check_batch(name: str | Path, samples: int, settings: Settings) -> None:
         raise DataError(f"{name} has {samples} images for training, fewer than one batch of {settings.batch_size}; lower the batch size")
 
 
-def _without_classes(folder: Path, paths: list[Path], wanted: Preparation) -> ImageData:
-    return ImageData(str(folder), unlabelled_pictures(paths, wanted.channels, wanted.transform()), len(paths), 0)
+def _part(folder: Path, names: Sequence[str]) -> Path | None:
+    return next((folder / each for each in names if (folder / each).is_dir()), None)
 
 
-def _fractals(wanted: Preparation, classes: object, settings: Settings) -> TrainingData:
-    if not isinstance(classes, int) or classes < 1:
-        raise DataError("fractals have as many classes as the model, and this one does not say how many it has")
-    samples = settings.images_per_epoch or IMAGES_A_CLASS * classes
+def _training_part(folder: Path) -> Path:
+    return _part(folder, TRAIN) or folder
 
-    def open_(here: Process) -> Batches:
-        images = Fractals("train", classes, wanted.size, mean=wanted.mean, std=wanted.std, device=here.device, seed=settings.seed)
-        return generated_batches(images, samples, settings, here)
 
-    return TrainingData("fractals", classes, samples, open_)
+def _class_folders(folder: Path) -> int:
+    """Count the folders in the folder, or in its ``train``: its classes if it is labelled."""
+    return sum(each.is_dir() for each in _training_part(folder).iterdir())
+
+
+def _classes_in(dataset: Any) -> int | None:
+    """Say how many classes a data set has; None where it does not say."""
+    known = getattr(dataset, "classes", None) or getattr(getattr(dataset, "reader", None), "class_to_idx", None)
+    return known if isinstance(known, int) else len(known) if known else None
+
+
+def _classes_told(model: nn.Module) -> int | None:
+    """Give the classes that the model names, or else how many scores it gives."""
+    classes = classes_of(model)
+    if classes is not None:
+        return classes
+    parameter, example = next(model.parameters()), example_input(model)
+    if not isinstance(example, Tensor):
+        return None
+    with torch.no_grad(), unchanged_state(model):
+        output = main_output(model(torch.zeros(example.shape, device=parameter.device, dtype=parameter.dtype)))
+    return output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else None

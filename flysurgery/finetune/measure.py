@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from flysurgery.errors import DataError
 from flysurgery.evaluation import Accuracy, ImageData, evaluate
-from flysurgery.evaluation.data import read_many
+from flysurgery.evaluation.pictures import read_many
 from flysurgery.fidelity import Fidelity, measure_fidelity
 from flysurgery.finetune.devices import sharded
 from flysurgery.finetune.teacher import Teacher

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from flysurgery.errors import DataError, OptionError, TrainingError
 from flysurgery.evaluation import Accuracy, Fractals, ImageData
 from flysurgery.fidelity import Copied, Fidelity, Progress, affordable, moments, rate_for
-from flysurgery.finetune.data import Batches, Process, TrainingData, check_augmentation
+from flysurgery.finetune.batches import Batches, Process, check_augmentation
+from flysurgery.finetune.data import TrainingData
 from flysurgery.finetune.devices import accelerator_for, sharded
 from flysurgery.finetune.measure import Judge, Look
 from flysurgery.finetune.settings import Settings

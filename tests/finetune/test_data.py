@@ -13,8 +13,8 @@ from flysurgery.checkpoint import build_base
 from flysurgery.errors import DataError
 from flysurgery.evaluation import preparation
 from flysurgery.finetune import Settings, held_out_data, training_data
-from flysurgery.finetune.data import Batches, Process
-from flysurgery.finetune.pictures import read_pictures, unlabelled_files
+from flysurgery.finetune.batches import Batches, Process
+from flysurgery.finetune.data import read_pictures, unlabelled_files
 from tests.finetune.conftest import built
 
 HERE = Process(torch.device("cpu"), 0, 1)

@@ -21,7 +21,7 @@ from torch import nn
 from flysurgery.errors import DataError, FlysurgeryError, OptionError, TrainingError
 from flysurgery.fidelity import Copied
 from flysurgery.finetune import Settings, held_out_data, judging_data, train, training_data
-from flysurgery.finetune.data import policy_of
+from flysurgery.finetune.batches import policy_of
 from flysurgery.finetune.measure import Judge, Look
 from flysurgery.finetune.run import Outcome
 from flysurgery.layers import ButterflyLinear
