@@ -1,8 +1,8 @@
 """Accuracy of a model on images that are at hand, and its fidelity to another model."""
 
 from flysurgery.evaluation.against import check_comparable as check_comparable
+from flysurgery.evaluation.against import common_cuts as common_cuts
 from flysurgery.evaluation.against import compare as compare
-from flysurgery.evaluation.against import cuts_by_place as cuts_by_place
 from flysurgery.evaluation.data import ImageData as ImageData
 from flysurgery.evaluation.data import Preparation as Preparation
 from flysurgery.evaluation.data import digits as digits

@@ -37,7 +37,7 @@ def compare(
         known = samples_of(data, count=samples, shape=preparation(teacher).shape)
     else:
         known = load_unseen(data, teacher, samples=samples)
-    found = measure_fidelity(model, teacher, known.inputs.split(batch_size), _common_cuts(model, teacher))
+    found = measure_fidelity(model, teacher, known.inputs.split(batch_size), _compared_cuts(model, teacher))
     numbers = (found.output_cosine, found.token_cosine or 0.0, found.relative_error, *(error for _, error in found.blocks))
     if not all(map(math.isfinite, numbers)):
         raise DataError(f"{known.name}: one of the two models gives outputs that are no finite numbers, so there is nothing to compare")
@@ -73,8 +73,19 @@ def check_comparable(model: nn.Module, teacher: nn.Module) -> None:
         raise DataError(f"the model's features are {widths[0]} wide and the other model's {widths[1]}; they must be the same")
 
 
-def cuts_by_place(model: nn.Module) -> dict[tuple[str, str], Cut]:
-    """Find the model's cuts, each under its module's name and side; none of a model that cannot be traced, which can still run."""
+def common_cuts(model: nn.Module, other: nn.Module) -> list[tuple[Cut, Cut]]:
+    """Pair cuts of ``model``, but those of kind "other", with the other model's in the same places.
+
+    Where the two have not all cuts in the same places, these are the last tokens alone, or none. A model that cannot be traced, which
+    can still run, has no cuts.
+    """
+    cuts, others = _cuts_by_place(model), _cuts_by_place(other)
+    kinds = ("start", "block", "tokens") if cuts.keys() == others.keys() else ("tokens",)
+    return [(cut, others[place]) for place, cut in cuts.items() if cut.kind in kinds and place in others]
+
+
+def _cuts_by_place(model: nn.Module) -> dict[tuple[str, str], Cut]:
+    """Find the model's cuts, each under its module's name and side."""
     try:
         with unchanged_state(model):
             return {(cut.fqn, cut.side): cut for cut in find_cuts(survey(model))}
@@ -82,15 +93,12 @@ def cuts_by_place(model: nn.Module) -> dict[tuple[str, str], Cut]:
         return {}
 
 
-def _common_cuts(model: nn.Module, teacher: nn.Module) -> tuple[Cut, ...]:
-    """Find the cuts at which both can be compared: blocks and last tokens where both have all cuts in the same places, else the tokens.
+def _compared_cuts(model: nn.Module, teacher: nn.Module) -> tuple[Cut, ...]:
+    """Find the cuts at which both are compared; none where they differ in shape.
 
     Their kinds are those of the dense model: the blocks of a converted one are not known, since its layers have no roles.
     """
     are_dense = [plan_of(each) is None for each in (model, teacher)]
-    first, second = (model, teacher) if are_dense == [True, False] else (teacher, model)
-    cuts, others = cuts_by_place(first), cuts_by_place(second)
-    kinds = ("block", "tokens") if any(are_dense) and cuts.keys() == others.keys() else ("tokens",)
-    wanted = {place: cut for place, cut in cuts.items() if cut.kind in kinds}
-    fits = all(place in others and others[place].shape[1:] == cut.shape[1:] for place, cut in wanted.items())
-    return tuple(wanted.values()) if fits else ()
+    pairs = common_cuts(model, teacher) if are_dense == [True, False] else common_cuts(teacher, model)
+    used = [pair for pair in pairs if any(are_dense) or pair[0].kind == "tokens"]
+    return tuple(cut for cut, _ in used) if all(cut.shape[1:] == other.shape[1:] for cut, other in used) else ()

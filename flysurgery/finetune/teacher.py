@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flysurgery.calibration import main_output, unchanged_state
+from flysurgery.calibration import main_output, run, unchanged_state
 from flysurgery.errors import InferenceError, TrainingError, WalkError
-from flysurgery.evaluation import check_comparable, cuts_by_place
+from flysurgery.evaluation import check_comparable, common_cuts
 from flysurgery.fidelity import OUTPUT_WEIGHT, REACH, Pull, Stream, relative_error
 from flysurgery.finetune.settings import Settings
 from flysurgery.inference import optimize
@@ -38,7 +38,7 @@ class Teacher:
     def __init__(self, model: nn.Module, student: nn.Module, settings: Settings, fused: torch.dtype | None = None) -> None:
         """Check that the teacher goes with the student: its images, classes, and blocks where these are asked for."""
         check_comparable(student, model)
-        cuts = () if settings.blocks_weight == 0 else common_cuts(model, student)
+        cuts = () if settings.blocks_weight == 0 else _cuts_around_blocks(model, student)
         if settings.blocks_weight and not cuts:
             raise TrainingError(
                 "the teacher's blocks are not those of the model by their names; give --blocks-weight 0 to imitate its outputs"
@@ -96,41 +96,36 @@ def as_tensor(output: object) -> Tensor:
     return found
 
 
-def common_cuts(teacher: nn.Module, student: nn.Module) -> tuple[Cut, ...]:
+def _cuts_around_blocks(teacher: nn.Module, student: nn.Module) -> tuple[Cut, ...]:
     """Find the cuts to compare at: the teacher's around its blocks, where the student has all of its cuts and no others."""
-    theirs, mine = (cuts_by_place(model) for model in (teacher, student))
-    if not any(cut.kind == "block" for cut in theirs.values()) or theirs.keys() != mine.keys():
+    pairs = common_cuts(teacher, student)
+    if not any(cut.kind == "block" for cut, _ in pairs):
         return ()
-    used = {place: cut for place, cut in theirs.items() if cut.kind != "other"}
-    for place, cut in used.items():
-        given = mine[place].shape
-        if given[1:] != cut.shape[1:]:
-            without = " with --blocks-weight 0 its scores alone are imitated" if classes_of(student) else ""
+    for cut, given in pairs:
+        if given.shape[1:] != cut.shape[1:]:
+            without = "; with --blocks-weight 0 its scores alone are imitated" if classes_of(student) else ""
             raise TrainingError(
-                f"the {cut.side} of {cut.fqn} has the shape {_text(given)} in the model and {_text(cut.shape)} in the teacher; "
-                f"give a teacher of the same widths{';' if without else ''}{without}"
+                f"the {cut.side} of {cut.fqn} has the shape {_text(given.shape)} in the model and {_text(cut.shape)} in the teacher; "
+                f"give a teacher of the same widths{without}"
             )
-    return tuple(used.values())
+    return tuple(cut for cut, _ in pairs)
 
 
 def _compared(teacher: nn.Module, student: nn.Module, cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
     """Give the cuts. The one before the first block counts as a block where the student's tensor differs from the teacher's."""
     shape = getattr(example_input(student), "shape", None)
     assert shape is not None  # preparation has seen that it is an image
-    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    images, starts = torch.randn(shape, generator=torch.Generator().manual_seed(0)), [cut for cut in cuts if cut.kind == "start"]
     found = []
     for model in (teacher, student):
-        parameter = next(model.parameters())
-        with torch.no_grad(), unchanged_state(model), Stream(model, cuts) as stream:
-            output = main_output(model(images.to(parameter.device, parameter.dtype)))
-            found.append((output, [stream.values[number].float().cpu() for number in range(len(cuts))]))
+        with torch.no_grad(), unchanged_state(model), Stream(model, starts) as stream:
+            output = as_tensor(run(model, images))
+            found.append((output.shape, [each.float().cpu() for each in stream.values.values()]))
     (wanted, theirs), (given, mine) = found
-    if not (isinstance(wanted, Tensor) and isinstance(given, Tensor) and wanted.shape == given.shape):
-        names = [_text(tuple(each.shape)) if isinstance(each, Tensor) else type(each).__name__ for each in (wanted, given)]
-        raise TrainingError(f"the teacher returns {names[0]} and the model {names[1]}; give a teacher that returns the same")
-    pairs = zip(cuts, mine, theirs, strict=True)
-    differs = {cut.kind: float(relative_error(x, y)[0]) > EXACT for cut, x, y in pairs if cut.kind == "start"}
-    return tuple(replace(cut, kind="block") if differs.get(cut.kind) else cut for cut in cuts)
+    if wanted != given:
+        raise TrainingError(f"the teacher returns {_text(wanted)} and the model {_text(given)}; give a teacher that returns the same")
+    differs = any(float(relative_error(x, y)[0]) > EXACT for x, y in zip(mine, theirs, strict=True))
+    return tuple(replace(cut, kind="block") if differs and cut.kind == "start" else cut for cut in cuts)
 
 
 def _text(shape: tuple[int, ...]) -> str:
