@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,43 +18,19 @@ from flysurgery.errors import SurgeryError
 T = TypeVar("T")
 
 
-class Processes(AbstractContextManager["Processes"]):
-    """The processes that ``torch.distributed`` connects where it is initialized; else this one alone, for which every method does nothing.
+@dataclass(frozen=True)
+class Processes:
+    """``count`` processes, of which this one has the number ``rank``, from 0; of one alone every method does nothing.
 
     All processes call the same methods in the same order. Decisions go from CPU to CPU through gloo; tensors on CUDA go through
-    NCCL, without waiting for the device, so a CUDA graph can replay ``average``. Connections of their own serve both, as
-    long as the ``with`` block lasts; graphs that hold ``average`` must be gone by its end. Where another process has ended,
-    methods raise SurgeryError; on CUDA, ``average`` may do so only later.
-
-    Args:
-        device: where the tensors are.
-
-    Attributes:
-        count: how many processes there are.
-        rank: the number of this one, from 0.
+    NCCL, without waiting for the device, so a CUDA graph can replay ``average``. Where another process has ended, methods raise
+    SurgeryError; on CUDA, ``average`` may do so only later.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        connected = dist.is_available() and dist.is_initialized()
-        self.count = dist.get_world_size() if connected else 1
-        self.rank = dist.get_rank() if connected else 0
-        self._device = device
-        self._decisions: Any = None
-        self._tensors: Any = None
-
-    def __enter__(self) -> Processes:
-        if self.count > 1:
-            with _told():
-                self._decisions = dist.new_group(backend="gloo")
-                self._tensors = dist.new_group(backend="nccl") if self._device.type == "cuda" else self._decisions
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # after an error the others may be gone, and closing would wait for them; the connections end with the process
-        if self.count > 1 and kind is None:
-            if self._tensors is not self._decisions:
-                dist.destroy_process_group(self._tensors)
-            dist.destroy_process_group(self._decisions)
+    count: int = 1
+    rank: int = 0
+    _decisions: Any = None
+    _tensors: Any = None
 
     def agreed(self, value: T) -> T:
         """Give what ``value`` is in the first process."""
@@ -96,6 +72,24 @@ class Processes(AbstractContextManager["Processes"]):
             send(flat)
         parts = flat.split([each.numel() for each in tensors])
         torch._foreach_copy_(list(tensors), [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)])
+
+
+@contextmanager
+def connected(device: torch.device) -> Iterator[Processes]:
+    """Give the processes that ``torch.distributed`` connects where it is initialized, else this one alone; their tensors are on ``device``.
+
+    They have connections of their own as long as the ``with`` block lasts; graphs that hold ``average`` must be gone by its end.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        yield Processes()
+        return
+    with _told():
+        decisions: Any = dist.new_group(backend="gloo")
+        tensors: Any = dist.new_group(backend="nccl") if device.type == "cuda" else decisions
+    # after an error the others may be gone, and closing would wait for them; the connections end with the process
+    yield Processes(dist.get_world_size(), dist.get_rank(), decisions, tensors)
+    for group in dict.fromkeys((tensors, decisions)):
+        dist.destroy_process_group(group)
 
 
 @contextmanager

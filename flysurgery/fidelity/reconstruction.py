@@ -18,7 +18,7 @@ from flysurgery.fidelity.captured import WARM_UP, Captured
 from flysurgery.fidelity.copies import Copied, HalfCopy, learning, precision
 from flysurgery.fidelity.measure import Fidelity, first_tensor, measure_fidelity
 from flysurgery.fidelity.optimizer import Muon, parameter_groups
-from flysurgery.fidelity.processes import Processes
+from flysurgery.fidelity.processes import connected
 from flysurgery.fidelity.settings import OUTPUT_WEIGHT, REACH, TAUGHT, Settings, affordable, moments, rate_for
 from flysurgery.fidelity.stream import Pull, Stream, relative_error
 from flysurgery.fidelity.views import Source, variety, views
@@ -187,7 +187,7 @@ def reconstruct(
     device = next(student.parameters()).device
     on_cuda = device.type == "cuda"
     with (
-        Processes(device) as processes,
+        connected(device) as processes,
         torch.random.fork_rng([device] if on_cuda else []),
         torch.cuda.device(device) if on_cuda else nullcontext(),
         unchanged_state(student),

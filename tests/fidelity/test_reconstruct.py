@@ -170,12 +170,12 @@ import json, sys, torch
 from torch import distributed as dist
 from flysurgery.calibration import Samples
 from flysurgery.fidelity import Settings, reconstruct, reconstruction
-from flysurgery.fidelity.processes import Processes
+from flysurgery.fidelity.processes import connected
 from tests.fidelity.test_reconstruct import images, pair
 kind, device = sys.argv[1], torch.device("cpu")
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-with Processes(torch.device("cpu")) as processes:
+with connected(torch.device("cpu")) as processes:
     tensors = [torch.full((2, 3), 1.0 + rank).T, torch.arange(4.0) * (1 + 2 * rank)]
     processes.average(tensors)
     shared = [torch.full((2,), float(rank), requires_grad=True), torch.full((3,), 5.0 + rank, dtype=torch.float64)]
