@@ -120,7 +120,7 @@ def train(
         taught = None
         if teacher is not None:
             dtype = fused_dtype(accelerator) if fuses else None
-            taught = opened.enter_context(closing(Teacher(teacher.to(accelerator.device), model, settings, dtype)))
+            taught = opened.enter_context(Teacher(teacher.to(accelerator.device), model, settings, dtype))
         batches = data.open(here)
         if held_out is not None and isinstance(held_out.dataset, Fractals):
             held_out.dataset.to(accelerator.device)  # pictures that are computed are computed where they are needed

@@ -29,7 +29,7 @@ EXACT = 1e-4
 """Up to this error, what comes before the first block counts as the teacher's own, and does not learn."""
 
 
-class Teacher:
+class Teacher(ExitStack):
     """A model in eval mode, without gradients; ``cuts`` are where student and teacher are compared, none where their blocks differ.
 
     With ``fused`` a copy in that dtype with fused modules runs in its place, without autocast; ``model`` itself judges.
@@ -37,6 +37,7 @@ class Teacher:
 
     def __init__(self, model: nn.Module, student: nn.Module, settings: Settings, fused: torch.dtype | None = None) -> None:
         """Check that the teacher goes with the student: its images, classes, and blocks where these are asked for."""
+        super().__init__()
         check_comparable(student, model)
         cuts = () if settings.blocks_weight == 0 else _cuts_around_blocks(model, student)
         if settings.blocks_weight and not cuts:
@@ -49,12 +50,11 @@ class Teacher:
         given = settings.output_weight
         self.output_weight = (SCORES_WEIGHT if self.has_scores else OUTPUT_WEIGHT) if given is None else given
         self.model = model
-        self._open = ExitStack()
-        self._open.enter_context(unchanged_state(model))
+        self.enter_context(unchanged_state(model))
         self._fast = None if fused is None else copy.deepcopy(model).to(fused)
         if self._fast is not None and not fuse(self._fast):
             self._fast = None
-        self._stream = self._open.enter_context(Stream(model if self._fast is None else self._fast, self.cuts))
+        self._stream = self.enter_context(Stream(model if self._fast is None else self._fast, self.cuts))
 
     def __call__(self, images: Tensor) -> Tensor:
         """Run the teacher, and keep its tensors at the cuts for ``pull``."""
@@ -67,9 +67,6 @@ class Teacher:
     def pull(self, student: nn.Module) -> Pull | None:
         """Make what pulls the student's blocks towards those of the teacher's last call; None where they are not compared."""
         return Pull(student, self._stream.values, self.cuts, REACH) if self.cuts else None
-
-    def close(self) -> None:
-        self._open.close()
 
 
 def fused_dtype(accelerator: Accelerator) -> torch.dtype | None:
