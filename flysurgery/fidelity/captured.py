@@ -20,13 +20,13 @@ class Captured:
     ``once`` is the same in each call. It gives one tensor, reads nothing from the device, and writes to ``written`` in place. It comes with
     each call and is not kept: a cycle of references would leave the graph to the garbage collector, which may run while another graph is
     captured, and that capture would fail.
-    Batches of other shapes run as they come, and so do all where PyTorch cannot capture ``once``. What is captured reads and writes the
-    tensors of then: after any of them was replaced, as a loaded state replaces those of an optimizer, call ``forget``.
+    Batches of other shapes run as they come, and so do all without ``captures``, or where PyTorch cannot capture ``once``. What is captured
+    reads and writes the tensors of then: after any of them was replaced, as a loaded state replaces those of an optimizer, call ``forget``.
     """
 
-    def __init__(self, written: Sequence[Tensor]) -> None:
+    def __init__(self, written: Sequence[Tensor], *, captures: bool = True) -> None:
         self._written = written
-        self._can_capture, self._side = True, torch.cuda.Stream()
+        self._can_capture, self._side = captures, torch.cuda.Stream() if captures else None
         self.forget()
 
     def forget(self) -> None:
@@ -37,24 +37,26 @@ class Captured:
         self._calls = 0
 
     def __call__(self, once: Callable[..., Tensor], *batch: Tensor) -> Tensor:
+        if self._side is None:
+            return once(*batch)
         if self._graph is None and self._can_capture and self._calls >= WARM_UP:
             self._capture(once, batch)
         if self._graph is None or [each.shape for each in batch] != [each.shape for each in self._batch]:
-            return self._at_once(once, batch)
+            return self._at_once(once, batch, self._side)
         for mine, given in zip(self._batch, batch, strict=True):
             mine.copy_(given)
         self._graph.replay()
         increment_version(self._written)  # a replay counts no writes, by which copies in other layouts know that they are old
         return self._result.clone()
 
-    def _at_once(self, once: Callable[..., Tensor], batch: Sequence[Tensor]) -> Tensor:
+    def _at_once(self, once: Callable[..., Tensor], batch: Sequence[Tensor], side: torch.cuda.Stream) -> Tensor:
         """Make an update on a stream of its own, as a capture does, so that nothing that it leaves belongs to another stream."""
         self._calls += 1
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side), _noting_waits() if self._calls == WARM_UP else nullcontext([]) as waits:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), _noting_waits() if self._calls == WARM_UP else nullcontext([]) as waits:
             result = once(*batch)
         self._can_capture = self._can_capture and not waits
-        torch.cuda.current_stream().wait_stream(self._side)
+        torch.cuda.current_stream().wait_stream(side)
         return result
 
     def _capture(self, once: Callable[..., Tensor], batch: Sequence[Tensor]) -> None:

@@ -57,11 +57,10 @@ class Step(ExitStack):
         self._theirs = Stream(self._teacher, used)
         self._mine = Pull(self._student, self._theirs.values, used, REACH)
         self._mine.taught = self._taught
-        self._captured = None if self._half is None else Captured(self._parameters)
+        self._captured = Captured(self._parameters, captures=self._half is not None)
 
     def __enter__(self) -> Step:
-        if self._captured is not None:
-            self.callback(self._captured.forget)
+        self.callback(self._captured.forget)
         self.enter_context(self._theirs)
         self.enter_context(self._mine)
         return self
@@ -78,7 +77,7 @@ class Step(ExitStack):
         self._rate.fill_(share * self._highest)
         self._taught.fill_(taught)
         self._source.advance()
-        return self._once() if self._captured is None else self._captured(self._once)
+        return self._captured(self._once)
 
     def warm_up(self) -> None:
         """Make updates at a rate of zero, until all is there that an update keeps, and on CUDA an update is a graph."""

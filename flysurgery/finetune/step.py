@@ -91,7 +91,7 @@ class Stepper:
         # mixed classes are smoothed by what mixes them
         self._class_loss = nn.CrossEntropyLoss(label_smoothing=0.0 if settings.mixes else settings.smoothing)
         self._rates = [torch.zeros((), device=accelerator.device) for _ in self._optimizer.param_groups] if captures else []
-        self._captured = Captured([*model.parameters(), *model.buffers()]) if captures else None
+        self._captured = Captured([*model.parameters(), *model.buffers()], captures=captures)
 
     def plan(self, updates: int, rate: float) -> None:
         """Set the schedule: up in a line to ``rate``, then down in a cosine until ``updates`` are done."""
@@ -113,8 +113,7 @@ class Stepper:
         finally:
             before.put_back()
             self.optimizer.load_state_dict(optimizer)
-            if self._captured is not None:
-                self._captured.forget()
+            self._captured.forget()
 
     @property
     def bare(self) -> nn.Module:
@@ -144,7 +143,7 @@ class Stepper:
         if self._mixup is not None:
             parts = [self._mixup(*part) for part in parts]
         batch = [tensor for part in parts for tensor in part]
-        return self._once(*batch) if self._captured is None else self._captured(self._once, *batch)
+        return self._captured(self._once, *batch)
 
     def _once(self, *batch: Tensor) -> Tensor:  # shape: (5,)
         """Make an update from images and targets, in turns, at the rates of now."""
