@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from timm.data.mixup import Mixup
 from timm.optim import create_optimizer_v2, get_optimizer_class  # pyright: ignore[reportPrivateImportUsage]
-from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -59,7 +58,7 @@ class Stepper:
 
     On CUDA updates are replayed as one graph, where one process trains alone,
     in bfloat16 or float32, and the optimizer allows it. Then ``fuses`` puts fused modules into the model until ``close``, where they are
-    faster. ``plan`` comes before the first update.
+    faster. Until ``plan`` sets the schedule, the rate is zero.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Stepper:
         captures = alone and _can_be_captured(self._optimizer)
         with accelerator.autocast():
             self._is_fused = captures and fuses and fuse(model.eval(), training="captured")
-        self._schedule: CosineLRScheduler | None = None
+        self._updates, self._highest, self.learning_rate = 0, 0.0, 0.0
         self._pull = None if teacher is None else teacher.pull(model)
         if self._pull is not None:
             self._pull.__enter__()
@@ -95,19 +94,12 @@ class Stepper:
 
     def plan(self, updates: int, rate: float) -> None:
         """Set the schedule: up in a line to ``rate``, then down in a cosine until ``updates`` are done."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-            group.pop("initial_lr", None)
-        warm_up = round((self._settings.warm_up or 0.0) * updates)
-        # one more than there are, so that the last update still moves something
-        self._schedule = CosineLRScheduler(self._optimizer, t_initial=updates + 1, warmup_t=warm_up, warmup_lr_init=0.0, t_in_epochs=False)
+        self._updates, self._highest = updates, rate
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Make updates inside at a rate of zero; afterwards the model and the optimizer are as they were."""
+        """Make updates inside, before there is a plan; afterwards the model and the optimizer are as they were."""
         before, optimizer = Copied(self.bare), copy.deepcopy(self.optimizer.state_dict())
-        for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
         try:
             yield
         finally:
@@ -120,12 +112,6 @@ class Stepper:
         """The model without other processes, with its precision."""
         return self._accelerator.unwrap_model(self.model)
 
-    @property
-    def learning_rate(self) -> float:
-        """The rate of parameters whose own factor is 1."""
-        group = self.optimizer.param_groups[0]
-        return float(group["lr"]) / group.get("lr_scale", 1.0)
-
     def update(self, batches: Iterator[tuple[Tensor, Tensor]], number: int) -> Tensor:  # shape: (5,)
         """Make update ``number``, and give the losses of this process: all, classes, output, blocks.
 
@@ -134,16 +120,23 @@ class Stepper:
         """
         if not self.model.training:
             self.model.train()
-        if self._schedule is not None:
-            self._schedule.step_update(number + 1)
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
-            group["lr"] = rate.fill_(group["lr"])
+        self.learning_rate = self._rate_of(number + 1)
+        for index, group in enumerate(self._optimizer.param_groups):
+            rate = self.learning_rate * group.get("lr_scale", 1.0)
+            group["lr"] = self._rates[index].fill_(rate) if self._rates else rate
         parts = [next(batches) for _ in range(self._settings.accumulation)]
         seed_everything(self._settings.seed, UPDATES, number, self._accelerator.process_index)
         if self._mixup is not None:
             parts = [self._mixup(*part) for part in parts]
         batch = [tensor for part in parts for tensor in part]
         return self._captured(self._once, *batch)
+
+    def _rate_of(self, number: int) -> float:
+        warm_up = round((self._settings.warm_up or 0.0) * self._updates)
+        if number < warm_up:
+            return number * (self._highest / warm_up)
+        # as if there were one update more, so that the last one still moves something
+        return 0.5 * self._highest * (1 + math.cos(math.pi * number / (self._updates + 1)))
 
     def _once(self, *batch: Tensor) -> Tensor:  # shape: (5,)
         """Make an update from images and targets, in turns, at the rates of now."""
@@ -237,7 +230,7 @@ def parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any
 
     A step of Adam moves each entry by about the learning rate whatever the gradient, so the outputs of a layer move in proportion to
     the number of entries that a sum runs over: in_features for a dense layer, c for a factor of pattern (a, b, c, d). Multiplying a
-    factor's rate by in_features / c lets one learning rate serve both. timm's schedules read the group's ``lr_scale``.
+    factor's rate by in_features / c lets one learning rate serve both. It is the group's ``lr_scale``.
 
     Source: A. Potapczynski et al., Compute Better Spent: Replacing Dense Layers with Structured Matrices, arXiv:2406.06248, section 3.
     """
