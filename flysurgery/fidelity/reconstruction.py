@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flysurgery.calibration import Pictures, Samples, unchanged_state
+from flysurgery.calibration import Samples, unchanged_state
 from flysurgery.errors import DataError, SurgeryError
 from flysurgery.fidelity.captured import WARM_UP, Captured
 from flysurgery.fidelity.copies import Copied, HalfCopy, learning, precision
@@ -21,24 +21,22 @@ from flysurgery.fidelity.optimizer import Muon, parameter_groups
 from flysurgery.fidelity.processes import connected
 from flysurgery.fidelity.settings import OUTPUT_WEIGHT, REACH, TAUGHT, Settings, affordable, moments, rate_for
 from flysurgery.fidelity.stream import Pull, Stream, relative_error
-from flysurgery.fidelity.views import Source, variety, views
+from flysurgery.fidelity.views import Source
 from flysurgery.walker import Cut
 
 
 class Step(ExitStack):
-    """Makes updates of ``student`` towards ``teacher``; on CUDA the whole update is one graph that is replayed, in bfloat16.
+    """Makes updates of ``student`` towards ``teacher``; on CUDA an update is one graph that is replayed, in bfloat16.
 
     There copies of both models in bfloat16 do the work, and the student's own parameters, in float32, take the steps. Before each step
-    ``average`` changes their gradients in place.
+    ``average`` changes their gradients in place. ``rate`` is the highest one.
     """
 
     def __init__(
         self,
         student: nn.Module,
         teacher: nn.Module,
-        pictures: Pictures,
         cuts: Sequence[Cut],
-        settings: Settings,
         rate: float,
         average: Callable[[Sequence[Tensor]], None],
     ) -> None:
@@ -49,9 +47,8 @@ class Step(ExitStack):
         self._student = student if self._half is None else self._half.model
         self._teacher = teacher if self._half is None else HalfCopy(teacher).model
         self._precision: AbstractContextManager[object] = nullcontext()
-        self._pictures, self._source = pictures, Source(pictures, settings.batch, device)
         self._highest, self._average = rate, average
-        self._rate, self._varied, self._taught = (torch.zeros((), device=device) for _ in range(3))
+        self._rate, self._taught = torch.zeros((), device=device), torch.zeros((), device=device)
         self._optimizer = Muon([{**group, "lr": self._rate} for group in parameter_groups(student)])
         used = [cut for cut in cuts if cut.kind != "other"]
         self._theirs = Stream(self._teacher, used)
@@ -65,35 +62,23 @@ class Step(ExitStack):
         self.enter_context(self._mine)
         return self
 
-    def expect(self, views: int) -> None:
-        """Set how much the views of a picture differ, by how many views of all pictures there will be."""
-        self._varied.fill_(variety(views / len(self._pictures)))
-
-    def update(self, share: float = 0.0, taught: float = 0.0) -> Tensor:  # shape: ()
+    def update(self, x: Tensor, share: float = 0.0, taught: float = 0.0) -> Tensor:  # shape: ()
         """Make one update at this share of the highest rate, with this share of the entries between blocks taken from the teacher.
 
         Gives the error of what the model returned.
         """
         self._rate.fill_(share * self._highest)
         self._taught.fill_(taught)
-        self._source.advance()
-        return self._captured(self._once)
+        return self._captured(self._once, x if self._half is None else x.bfloat16())
 
-    def warm_up(self) -> None:
+    def warm_up(self, source: Source) -> None:
         """Make updates at a rate of zero, until all is there that an update keeps, and on CUDA an update is a graph."""
         if self._half is not None:
-            self._source.advance()
-            self._precision = precision((self._student, self._teacher), self._views())
+            self._precision = precision((self._student, self._teacher), source.draw().bfloat16())
         for _ in range(1 if self._half is None else WARM_UP + 1):
-            self.update()
+            self.update(source.draw())
 
-    def _views(self) -> Tensor:
-        pictures, chosen = self._source.draw()
-        x = views(pictures, chosen, self._varied)
-        return x if self._half is None else x.bfloat16()
-
-    def _once(self) -> Tensor:  # shape: ()
-        x = self._views()
+    def _once(self, x: Tensor) -> Tensor:  # shape: ()
         with self._precision:
             with torch.no_grad():
                 wanted = first_tensor(self._teacher(x))
@@ -204,19 +189,20 @@ def reconstruct(
         start, best = Copied(student), Copied(student)
         done, kept = 0, 0
         history = [(0, before.relative_error)]
-        rate = rate_for(before.relative_error, settings.rate)
         try:
-            with Step(student, teacher, samples.to_view(), cuts, settings, rate, processes.average) as step:
+            with Step(student, teacher, cuts, rate_for(before.relative_error, settings.rate), processes.average) as step:
+                source = Source(samples.to_view(), settings.batch, device)
                 torch.manual_seed(settings.seed + APART * processes.rank)
-                step.warm_up()
-                updates = affordable(step.update, 60 * settings.minutes - (perf_counter() - started), processes.agreed)
-                step.expect(updates * settings.batch * processes.count)
+                step.warm_up(source)
+                left = 60 * settings.minutes - (perf_counter() - started)
+                updates = affordable(lambda: step.update(source.draw()), left, processes.agreed)
+                source.expect(updates * settings.batch * processes.count)
                 looks = moments(updates, LOOKS)
                 for done in range(1, updates + 1):
                     # a machine that becomes slower still ends in time
                     spent = processes.agreed((perf_counter() - started) / (60 * settings.minutes))
                     share = min(1.0, max(done / (updates + 1), spent - SLACK))
-                    step.update(_share(share), TAUGHT * (1 - share))
+                    step.update(source.draw(), _share(share), TAUGHT * (1 - share))
                     ends = spent - SLACK >= 1
                     if done in looks or ends:
                         found = judged()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -44,8 +45,7 @@ def views(
 
     Half of all crops are mirrored. A quarter of all views are two in one, mixed by a random shape with a soft outline: few pictures then
     make many. ``varied``, from 0 to 1, makes smaller crops, more mixtures and other colours; it may be a tensor of one number. Draws from
-    the device's generator; no shape depends on what is drawn, so a CUDA graph can replay it. Samples that are no images are given as they
-    are.
+    the device's generator. Samples that are no images are given as they are.
     """
     image = crops(pictures, chosen, LEAST_AREA + varied * (LEAST_AREA_VARIED - LEAST_AREA))
     if image.ndim != 4:
@@ -100,29 +100,25 @@ def _positions(length: Tensor, whole: Tensor, start: Tensor, points: int) -> Ten
 
 
 class Source:
-    """Draws pictures at random. Where they do not fit on the device, each batch is copied into memory that stays in one place."""
+    """Draws random views of pictures on ``device``. Where the pictures do not fit there, those of each batch are copied."""
 
     def __init__(self, pictures: Pictures, batch: int, device: torch.device) -> None:
-        self._all, self._batch, self._device = pictures, batch, device
-        self._stays = pictures.canvas.device == device or device.type != "cuda" or _fits(pictures, device)
-        self._here = pictures.to(device) if self._stays else self._taken().to(device)
+        self._fits = pictures.canvas.device == device or device.type != "cuda" or _fits(pictures, device)
+        self._pictures, self._batch, self._device = pictures.to(device) if self._fits else pictures, batch, device
+        self._varied = torch.zeros((), device=device)
 
-    def advance(self) -> None:
-        """Bring the next batch, where the pictures are not all here; called before each update, outside of a graph."""
-        if not self._stays:
-            fresh = self._taken()
-            self._here.canvas.copy_(fresh.canvas)
-            self._here.sizes.copy_(fresh.sizes)
+    def expect(self, count: int) -> None:
+        """Set how much the views of a picture differ, by how many views of all pictures there will be."""
+        self._varied.fill_(variety(count / len(self._pictures)))
 
-    def draw(self) -> tuple[Pictures, Tensor]:
-        """Pictures on the device, and which of them to look at, shape (batch,)."""
-        if self._stays:
-            return self._here, torch.randint(0, len(self._here), (self._batch,), device=self._device)
-        return self._here, torch.arange(self._batch, device=self._device)
-
-    def _taken(self) -> Pictures:
-        chosen = torch.randint(0, len(self._all), (self._batch,))
-        return Pictures(self._all.canvas[chosen], self._all.sizes[chosen], self._all.size, self._all.mean, self._all.std)
+    def draw(self) -> Tensor:  # shape: (batch, channels, height, width)
+        """Make one view of each of some pictures that are drawn at random."""
+        pictures = self._pictures
+        chosen = torch.randint(0, len(pictures), (self._batch,), device=pictures.canvas.device)
+        if not self._fits:
+            pictures = replace(pictures, canvas=pictures.canvas[chosen], sizes=pictures.sizes[chosen]).to(self._device)
+            chosen = torch.arange(self._batch, device=self._device)
+        return views(pictures, chosen, self._varied)
 
 
 def _fits(pictures: Pictures, device: torch.device) -> bool:

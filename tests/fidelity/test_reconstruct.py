@@ -192,12 +192,12 @@ if kind == "cuda":
 student, teacher, cuts = pair()
 with torch.no_grad():
     student.blocks[0].attn.proj.weight.mul_(1 + rank)  # the first process's start is what counts
-drawn, views, affordable = [], reconstruction.views, reconstruction.affordable
-def recorded(pictures, chosen, varied):
-    if chosen.device.type == "cpu":
-        drawn.append(chosen.tolist())
-    return views(pictures, chosen, varied)
-reconstruction.views = recorded
+drawn, draw, affordable = [], reconstruction.Source.draw, reconstruction.affordable
+def recorded(source):
+    x = draw(source)
+    drawn.append(float(x.sum()))
+    return x
+reconstruction.Source.draw = recorded
 reconstruction.affordable = lambda *given: affordable(*given) * 0 + 40
 student, teacher = student.to(device), teacher.to(device)
 done = reconstruct(student, teacher, Samples(images(40)), cuts, Settings(minutes=60, batch=8))

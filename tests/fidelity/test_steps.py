@@ -65,16 +65,13 @@ def test_views_differ_more_where_pictures_are_seen_often() -> None:
     assert torch.equal(views(Pictures.of_inputs(inputs), torch.tensor([4, 0]), 1.0), inputs[[4, 0]])
 
 
-def test_pictures_that_do_not_fit_come_batch_by_batch() -> None:
-    inputs = torch.arange(9.0).view(9, 1, 1, 1).expand(9, 1, 2, 2)
-    source = Source(Samples(inputs).to_view(), 4, torch.device("cpu"))
-    source._stays, source._here = False, source._taken()
-    place, seen = source._here.canvas.data_ptr(), set()
+@pytest.mark.parametrize("fits", [True, False])
+def test_views_are_drawn_from_all_pictures_and_from_those_that_do_not_fit_batch_by_batch(fits: bool) -> None:
+    inputs = torch.arange(9.0).view(9, 1, 1).expand(9, 2, 2)  # no images, which are given as they are
+    source, seen = Source(Samples(inputs).to_view(), 4, torch.device("cpu")), set()
+    source._fits = fits
     for _ in range(20):
-        source.advance()
-        here, chosen = source.draw()
-        assert here.canvas.data_ptr() == place and len(chosen) == 4
-        seen |= set(here.canvas[chosen].flatten().tolist())
+        seen |= set(source.draw().amax((1, 2)).tolist())
     assert seen == {float(number) for number in range(9) if number % 5 != 4}
 
 
