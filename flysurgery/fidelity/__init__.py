@@ -10,7 +10,6 @@ from flysurgery.fidelity.optimizer import parameter_groups as parameter_groups
 from flysurgery.fidelity.reconstruction import Progress as Progress
 from flysurgery.fidelity.reconstruction import Reconstruction as Reconstruction
 from flysurgery.fidelity.reconstruction import reconstruct as reconstruct
-from flysurgery.fidelity.settings import MINUTES as MINUTES
 from flysurgery.fidelity.settings import OUTPUT_WEIGHT as OUTPUT_WEIGHT
 from flysurgery.fidelity.settings import REACH as REACH
 from flysurgery.fidelity.settings import VIEWS as VIEWS

@@ -93,24 +93,19 @@ class Muon(torch.optim.Optimizer):
         They lack Adam's correction of the first steps, which makes them at most 2.1 times as long with these betas.
         """
         first, second = BETAS
-        start = [self._start(parameter) for parameter in members]
-        mean, square = ([self._kept(parameter, name) for parameter in members] for name in ("mean", "square"))
+        start, mean, square = ([self._kept(parameter, name) for parameter in members] for name in ("start", "mean", "square"))
         torch._foreach_lerp_(mean, gradients, 1 - first)
         torch._foreach_lerp_(square, torch._foreach_mul(gradients, gradients), 1 - second)
         moves = torch._foreach_div(mean, torch._foreach_add(torch._foreach_sqrt(square), EPSILON))
         away = torch._foreach_sub([parameter.float() for parameter in members], start)
         return list(torch._foreach_add(moves, away, alpha=1 / size))
 
-    def _start(self, parameter: nn.Parameter) -> Tensor:
-        state = self.state[parameter]
-        if "start" not in state:
-            state["start"] = parameter.detach().float().clone()
-        return state["start"]
-
     def _kept(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """Give what is kept of a parameter in float32: its start, or a mean that begins at zero."""
         state = self.state[parameter]
         if name not in state:
-            state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+            start = torch.zeros_like(parameter) if name != "start" else parameter.detach().clone()
+            state[name] = start.float()
         return state[name]
 
 

@@ -56,9 +56,8 @@ def features_loss(
 class Stepper:
     """A model with its optimizer and schedule, as accelerate prepared them, and what its outputs are held against.
 
-    On CUDA updates are replayed as one graph, where one process trains alone,
-    in bfloat16 or float32, and the optimizer allows it. Then ``fuses`` puts fused modules into the model until ``close``, where they are
-    faster. Until ``plan`` sets the schedule, the rate is zero.
+    On CUDA updates are replayed as one graph, where one process trains alone, in bfloat16 or float32, and the optimizer allows it. Then
+    ``fuses`` puts fused modules into the model until ``close``, where they are faster. Until ``plan`` sets the schedule, the rate is zero.
     """
 
     def __init__(
