@@ -37,7 +37,7 @@ class Stream(ExitStack):
                 self.enter_context(module.register_forward_pre_hook(partial(self._before, number), with_kwargs=True))
         return self
 
-    def _seen(self, number: int, tensor: Tensor) -> Tensor | None:
+    def _seen(self, number: int, mine: Tensor) -> Tensor | None:
         """Called with each tensor; gives what a module gives in its place, or None to leave it."""
 
     def _after(self, number: int, module: nn.Module, given: object, output: Any) -> Any:
