@@ -113,8 +113,8 @@ def train(
     if settings.densify_after is not None and plan_of(model) is None:
         raise OptionError("there is nothing to densify in a dense model")
     here = Process(accelerator.device, accelerator.process_index, accelerator.num_processes)
-    states = None if folder is None else States(folder, model, data.name, settings, here.processes)
-    begun, noted = (0, {}) if states is None else states.begin(accelerator, resume=resume, force=force)
+    states = None if folder is None else States(folder, model, data.name, settings, accelerator)
+    begun, noted = (0, {}) if states is None else states.begin(resume=resume, force=force)
     fuses = accelerator.device.type == "cuda" and settings.pays_fusing(data.samples)
     with ExitStack() as opened:
         taught = None
@@ -192,7 +192,6 @@ class Loop:
         self.images = self.batches.size * accumulation * self.accelerator.num_processes
         self.notes = Notes((self.settings.epochs or 0) * self._per_epoch, self.settings.learning_rate or 0.0)
         self._best: Copied | None = None
-        self._saved: int | None = None
         self._speeds: list[float] = []
 
     def go(self, model: nn.Module, begun: int, noted: dict[str, Any]) -> nn.Module:
@@ -227,8 +226,7 @@ class Loop:
             self._note(done, losses, self._look(done) if done in looks else None)
             if saves and self.states is not None:
                 self.notes.seconds = perf_counter() - begun_at
-                self.states.save(self.accelerator, done, asdict(self.notes), self._best)
-                self._saved = done
+                self.states.save(done, asdict(self.notes), self._best)
             total.zero_()
             since, clock = done, perf_counter()
         if self._best is None:
@@ -274,9 +272,8 @@ class Loop:
         looks: dict[str, Any] = {name: Look.of_json(noted[name]) for name in ("before", "last")}
         self.notes = Notes(**noted | looks)
         self.notes.learning_rate = self.settings.learning_rate or self.notes.learning_rate
-        self._saved = begun
         if self.states is not None:
-            self.states.load(self.accelerator, begun, self._best)
+            self.states.load(begun, self._best)
 
     def _agreed(self, number: float) -> float:
         """Give the mean over all processes, so that all do the same."""
@@ -316,7 +313,7 @@ class Loop:
         summed: Any = self.accelerator.reduce(total, "sum")
         *sums, bad = summed.tolist()
         if bad:
-            kept = "no state was kept" if self._saved is None else f"the last good state, of update {self._saved}, is kept"
+            kept = "no state was kept" if self.states is None else self.states.kept
             raise TrainingError(
                 f"the loss or its gradient was no finite number in updates {since + 1} to {done}, so training stopped; {kept}; "
                 "try a lower learning rate"

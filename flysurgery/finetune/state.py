@@ -31,16 +31,17 @@ FREE = frozenset({"learning_rate", "save_every", "log_every", "workers", "tensor
 class States:
     """The states of a run in ``folder``, one folder each, named after its update; an older one is removed when a newer one is complete.
 
-    The model's plan and shapes, the data, the settings and the number of processes make a run the same run.
+    The model's plan and shapes, the data, the settings and the number of processes make a run the same run. All processes call the same
+    methods.
     """
 
-    def __init__(self, folder: Path, model: nn.Module, data: str, settings: Settings, processes: int) -> None:
+    def __init__(self, folder: Path, model: nn.Module, data: str, settings: Settings, accelerator: Accelerator) -> None:
         plan = plan_of(model)
         shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         text = json.dumps([None if plan is None else plan.to_json(), shapes], sort_keys=True)
         fixed = {name: value for name, value in asdict(settings).items() if name not in FREE}
-        self._folder, self._plan_sha256 = folder, hashlib.sha256(text.encode()).hexdigest()
-        self._facts: dict[str, Any] = {"data": data, "processes": processes, **fixed}
+        self._folder, self._accelerator, self._plan_sha256 = folder, accelerator, hashlib.sha256(text.encode()).hexdigest()
+        self._facts: dict[str, Any] = {"data": data, "processes": accelerator.num_processes, **fixed}
 
     @property
     def last(self) -> int | None:
@@ -48,17 +49,22 @@ class States:
         found = [int(path.name.removeprefix("state-")) for path in self._folder.glob("state-*") if (path / FACTS).is_file()]
         return max(found, default=None)
 
-    def begin(self, accelerator: Accelerator, *, resume: bool, force: bool) -> tuple[int, dict[str, Any]]:
-        """Give the update to begin at, and the notes of its state; called by all processes.
+    @property
+    def kept(self) -> str:
+        """What a run that fails can go on from, as a part of a sentence."""
+        return "no state was kept" if self.last is None else f"the last complete state, of update {self.last}, is kept"
+
+    def begin(self, *, resume: bool, force: bool) -> tuple[int, dict[str, Any]]:
+        """Give the update to begin at, and the notes of its state.
 
         A new run begins at 0, in a folder without states, from which ``force`` removes them. Raises TrainingError.
         """
         if resume:
             return self.check_same()
-        if force and accelerator.is_main_process:
+        if force and self._accelerator.is_main_process:
             for path in (*self._folder.glob("state-*"), *self._folder.glob(".new-*")):
                 shutil.rmtree(path)
-        accelerator.wait_for_everyone()
+        self._accelerator.wait_for_everyone()
         if self.last is not None:
             raise TrainingError(
                 f"{self._folder} holds a run that has come to update {self.last}; go on with --resume, or begin anew with --force"
@@ -84,24 +90,24 @@ class States:
                 )
         return last, notes
 
-    def save(self, accelerator: Accelerator, update: int, notes: dict[str, Any], best: Copied | None = None) -> None:
-        """Write the state, and the best one so far; called by all processes. The older ones stay until this one is complete.
+    def save(self, update: int, notes: dict[str, Any], best: Copied | None = None) -> None:
+        """Write the state, and the best one so far. The older ones stay until this one is complete.
 
         If it cannot be written, as on a full disk, the part that was written is removed, and TrainingError says so.
         """
         fresh = self._folder / f".new-{update:08d}"
         try:
-            self._write(accelerator, fresh, update, notes, best)
+            self._write(fresh, update, notes, best)
         except Exception as error:  # each of accelerate's, torch's and safetensors' writers fails in its own way
-            last, free = self.last, shutil.disk_usage(self._folder).free
+            free = shutil.disk_usage(self._folder).free
             shutil.rmtree(fresh, ignore_errors=True)
-            kept = "no state was kept" if last is None else f"the last complete state, of update {last}, is kept"
             raise TrainingError(
-                f"the state of update {update} cannot be written into {self._folder}, where {free / 1e6:.1f} MB are left; {kept}; "
+                f"the state of update {update} cannot be written into {self._folder}, where {free / 1e6:.1f} MB are left; {self.kept}; "
                 f"the reason is: {first_line(error)}"
             ) from error
 
-    def _write(self, accelerator: Accelerator, fresh: Path, update: int, notes: dict[str, Any], best: Copied | None) -> None:
+    def _write(self, fresh: Path, update: int, notes: dict[str, Any], best: Copied | None) -> None:
+        accelerator = self._accelerator
         if accelerator.is_main_process:
             for left in self._folder.glob(".new-*"):  # by a process that was killed
                 shutil.rmtree(left)
@@ -120,12 +126,12 @@ class States:
                 shutil.rmtree(path)
         accelerator.wait_for_everyone()
 
-    def load(self, accelerator: Accelerator, update: int, best: Copied | None = None) -> None:
+    def load(self, update: int, best: Copied | None = None) -> None:
         """Read the state of ``update`` into what accelerate prepared, and the best one of then."""
         try:
-            accelerator.load_state(str(self._path(update)))
+            self._accelerator.load_state(str(self._path(update)))
             if best is not None:
-                best.load(self._path(update) / BEST.format(accelerator.process_index if sharded(accelerator) else 0))
+                best.load(self._path(update) / BEST.format(self._accelerator.process_index if sharded(self._accelerator) else 0))
         except Exception as error:  # accelerate, torch and safetensors each fail in their own way
             raise TrainingError(f"the state in {self._path(update)} cannot be read: {first_line(error)}") from error
 

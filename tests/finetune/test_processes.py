@@ -67,7 +67,7 @@ def keep_states(folder: Path) -> None:
     model = nn.Linear(3, 2)
     best, optimizer = Copied(model), torch.optim.AdamW(model.parameters())
     accelerator.prepare(model, optimizer)
-    states, ends = States(folder, model, "data", settings, 1), []
+    states, ends = States(folder, model, "data", settings, accelerator), []
 
     def fill(update: int) -> None:
         with torch.no_grad():
@@ -76,13 +76,13 @@ def keep_states(folder: Path) -> None:
 
     def save(update: int) -> None:
         fill(update)
-        states.save(accelerator, update, {"seen": update}, best)
+        states.save(update, {"seen": update}, best)
 
     save(1)
     for _ in kills(lambda: save(2)):
         update, notes = states.check_same()
         fill(0)
-        states.load(accelerator, update, best)
+        states.load(update, best)
         assert notes == {"seen": update} and update in (1, 2)
         assert all(bool((tensor == update).all()) for tensor in (*model.parameters(), *best._values))
         ends.append(update)

@@ -165,7 +165,7 @@ def test_no_finite_loss_stops_and_keeps_the_last_good_state(converted: Make, tmp
             with torch.no_grad():
                 next(model.parameters()).fill_(float("nan"))
 
-    with pytest.raises(TrainingError, match=r"updates 6 to 6.*the last good state, of update 4, is kept.*lower learning rate"):
+    with pytest.raises(TrainingError, match=r"updates 6 to 6.*the last complete state, of update 4, is kept.*lower learning rate"):
         train(model, data, settings, folder=tmp_path, progress=spoil)
     assert states(tmp_path) == ["state-00000004"]
     lower = replace(settings, learning_rate=1e-4)
