@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -11,12 +11,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from flysurgery.ops import Dense, FusedFactors, Norm, ks_linear, launches, run
+from flysurgery.ops import Dense, FeedForward, FusedFactors, Gated, Linear, LinearResidual, Norm, NormLinears, ks_linear, launches, run
 from flysurgery.patterns import Architecture
 
 Part = TypeVar("Part")
 DEVICE = "cuda"
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+NO_NORM = Norm(None, None, 1e-6)
+Kind = Any
+"""Of a linear: the architecture of its factors, or its inputs and outputs where it is dense."""
+Make = Callable[[torch.dtype, int], Any]
+"""An operation of a dtype, for a number of rows."""
 K = 1.25 * 1.2
 """Level 2 of the tolerance policy, for a product of factors in half precision."""
 K_FP32 = 2.0
@@ -39,6 +43,55 @@ def dense(in_features: int, out_features: int, dtype: torch.dtype) -> Dense:
 
 def affine(features: int, dtype: torch.dtype) -> Norm:
     return Norm(normal(features, dtype=dtype, mean=1.0, deviation=0.2), normal(features, dtype=dtype, deviation=0.2), 1e-6)
+
+
+def linear(kind: Kind, dtype: torch.dtype, bias: bool = True) -> Linear:
+    return layer(kind, dtype, bias) if isinstance(kind, Architecture) else dense(*kind, dtype)
+
+
+def behind_a_norm(*kinds: Kind, unbiased: Sequence[int] = (), plain: bool = False) -> Make:
+    def make(dtype: torch.dtype, rows: int) -> NormLinears:
+        group = [linear(kind, dtype, n not in unbiased) for n, kind in enumerate(kinds)]
+        return NormLinears(NO_NORM if plain else affine(group[0].sizes[0], dtype), group)
+
+    return make
+
+
+def three(kind: Kind) -> Make:
+    return behind_a_norm(kind, kind, kind)
+
+
+def added(kind: Kind, scaled: bool = True) -> Make:
+    def make(dtype: torch.dtype, rows: int) -> LinearResidual:
+        product = linear(kind, dtype)
+        outputs = product.sizes[1]
+        return LinearResidual(product, normal(rows, outputs, dtype=dtype), normal(outputs, dtype=dtype) if scaled else None)
+
+    return make
+
+
+def block(up: Kind, down: Kind, activation: str = "gelu", *left_out: str, gate: int = 0, bare: bool = False, hidden: float = 1) -> Make:
+    """A feed-forward block, gated where ``up`` is a list, without what is left out; its hidden units are ``hidden`` times as large.
+
+    Only a gated one has an inner norm. Where it is ``bare``, norm and layers have no parameters but factors.
+    """
+
+    def make(dtype: torch.dtype, rows: int) -> FeedForward:
+        first: Any = Gated(tuple(linear(kind, dtype) for kind in up), gate) if isinstance(up, list) else linear(up, dtype, not bare)
+        last = linear(down, dtype, not bare)
+        if hidden != 1:
+            first.factors[0].mul_(hidden)
+        norm, inner = NO_NORM if bare else affine(first.sizes[0], dtype), affine(first.sizes[1], dtype) if isinstance(up, list) else None
+        made = FeedForward(norm, first, last, activation, normal(last.sizes[1], dtype=dtype), inner=inner)
+        return made._replace(**{name: False if name == "residual" else None for name in left_out})
+
+    return make
+
+
+def inputs_of(operation: Any) -> int:
+    if isinstance(operation, NormLinears):
+        return operation.group[0].sizes[0]
+    return (operation.linear if isinstance(operation, LinearResidual) else operation.up).sizes[0]
 
 
 def wide(part: Part) -> Part:

@@ -6,6 +6,7 @@ Most variants are those of a GPU for which nothing was tuned.
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ from flysurgery.ops import (
 )
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
 from tests.gpu import gpu_blocks
-from tests.gpu.gpu_blocks import affine, dense, layer, normal
+from tests.gpu.gpu_blocks import Make, added, block, inputs_of, layer, normal, three
 from tests.patterns.strategies import pairs
 from tests.support.rounding import fresh_memory_is_nan, rounding_as
 
@@ -110,25 +111,10 @@ ROWS = 3300
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
 
-def called(x: Tensor, operation: Any) -> Call:
+def called(make: Make, dtype: torch.dtype, rows: int = ROWS) -> Call:
+    operation = make(dtype, rows)
+    x = normal(rows, inputs_of(operation), dtype=dtype)
     return lambda: run(x, operation), operation.tensors
-
-
-def projections(architecture: Architecture, dtype: torch.dtype, rows: int = ROWS) -> Call:
-    features = architecture.in_features
-    return called(normal(rows, features, dtype=dtype), NormLinears(affine(features, dtype), [layer(architecture, dtype)] * 3))
-
-
-def added(linear: Linear, dtype: torch.dtype, rows: int = ROWS) -> Call:
-    inputs, outputs = linear.sizes
-    residual, scale = normal(rows, outputs, dtype=dtype), normal(outputs, dtype=dtype)
-    return called(normal(rows, inputs, dtype=dtype), LinearResidual(linear, residual, scale))
-
-
-def block(up: Any, down: Linear, dtype: torch.dtype, activation: str) -> Call:
-    features = down.sizes[1]
-    given = FeedForward(affine(features, dtype), up, down, activation, normal(features, dtype=dtype))
-    return called(normal(ROWS, features, dtype=dtype), given)
 
 
 def joined(dtype: torch.dtype) -> Call:
@@ -137,13 +123,18 @@ def joined(dtype: torch.dtype) -> Call:
     return lambda: run_wide_ffn(x, None, *layers, "gelu", None, residual=True), (*layers[0].tensors, *layers[1].tensors)
 
 
-def factors(make: Callable[[int, int], Architecture], width: int, dtype: torch.dtype) -> tuple[FusedFactors, FusedFactors]:
-    return layer(make(4 * width, width), dtype), layer(make(width, 4 * width), dtype)
+def factors(make: Callable[[int, int], Architecture], width: int) -> tuple[Architecture, Architecture]:
+    return make(4 * width, width), make(width, 4 * width)
 
 
-def attention(batch: int, tokens: int, dtype: torch.dtype) -> Call:
-    q, k, v = (normal(batch, 3, tokens, 64, dtype=dtype) for _ in range(3))
-    return called(q, Attention(k, v))
+def attention(batch: int, tokens: int, dtype: torch.dtype, head: int = 64) -> tuple[Tensor, Attention]:
+    q, k, v = (normal(batch, 3, tokens, head, dtype=dtype) for _ in range(3))
+    return q, Attention(k, v)
+
+
+def attended(batch: int, tokens: int, dtype: torch.dtype) -> Call:
+    q, given = attention(batch, tokens, dtype)
+    return lambda: run(q, given), given.tensors
 
 
 def product(mode: str, dtype: torch.dtype, *patterns: tuple[int, int, int, int], cut: int = 0) -> Call:
@@ -155,7 +146,8 @@ def product(mode: str, dtype: torch.dtype, *patterns: tuple[int, int, int, int],
 
 def patches(dtype: torch.dtype) -> Call:
     given = PatchEmbedding(normal(384, 3, 8, 8, dtype=dtype), None, normal(1, 17, 384, dtype=dtype), [normal(1, 1, 384, dtype=dtype)])
-    return called(normal(2, 3, 32, 32, dtype=dtype), given)
+    images = normal(2, 3, 32, 32, dtype=dtype)
+    return lambda: run(images, given), given.tensors
 
 
 def gate_and_value(dtype: torch.dtype) -> Call:
@@ -201,26 +193,26 @@ def of_attention(batch: int, tokens: int, dtype: torch.dtype) -> Call:
 
 
 CALLS: dict[str, Callable[[], Call]] = {
-    "three behind a norm": lambda: projections(monarch(384, 384), HALF),
-    "wide ones behind a norm": lambda: projections(gonon(768, 768), HALF),
-    "few rows behind a norm": lambda: projections(gonon(384, 384), HALF, 197),
-    "few rows": lambda: added(dense(384, 1536, BFLOAT), BFLOAT, 65),
-    **{f"some rows of {dtype}": lambda dtype=dtype: added(dense(384, 1536, dtype), dtype, 394) for dtype in (HALF, FLOAT)},
-    "factors with scale and residual": lambda: added(layer(gonon(192, 768), HALF), HALF),
-    **{f"{dtype} with scale and residual": lambda dtype=dtype: added(dense(384, 384, dtype), dtype) for dtype in (HALF, FLOAT)},
-    "streamed weights": lambda: added(dense(768, 768, HALF), HALF, 6400),
-    "a gate behind a norm": lambda: block(Gated((layer(monarch(1024, 192), HALF),)), layer(monarch(192, 512), HALF), HALF, "silu"),
-    "a dense gate": lambda: block(Gated((dense(384, 2048, BFLOAT),)), layer(monarch(384, 1024), BFLOAT), BFLOAT, "silu"),
+    "three behind a norm": lambda: called(three(monarch(384, 384)), HALF),
+    "wide ones behind a norm": lambda: called(three(gonon(768, 768)), HALF),
+    "few rows behind a norm": lambda: called(three(gonon(384, 384)), HALF, 197),
+    "few rows": lambda: called(added((384, 1536)), BFLOAT, 65),
+    **{f"some rows of {dtype}": lambda dtype=dtype: called(added((384, 1536)), dtype, 394) for dtype in (HALF, FLOAT)},
+    "factors with scale and residual": lambda: called(added(gonon(192, 768)), HALF),
+    **{f"{dtype} with scale and residual": lambda dtype=dtype: called(added((384, 384)), dtype) for dtype in (HALF, FLOAT)},
+    "streamed weights": lambda: called(added((768, 768)), HALF, 6400),
+    "a gate behind a norm": lambda: called(block([monarch(1024, 192)], monarch(192, 512), "silu", "inner"), HALF),
+    "a dense gate": lambda: called(block([(384, 2048)], monarch(384, 1024), "silu", "inner"), BFLOAT),
     "a gate and a value": lambda: gate_and_value(BFLOAT),
-    "a block": lambda: block(*factors(gonon, 192, HALF), HALF, "gelu"),
-    "a block of bfloat16": lambda: block(*factors(monarch, 384, BFLOAT), BFLOAT, "gelu_tanh"),
-    "a block of float32": lambda: block(*factors(monarch, 192, FLOAT), FLOAT, "silu"),
-    "a block of TF32": lambda: block(*factors(monarch, 384, FLOAT), FLOAT, "gelu_tanh"),
-    "a wide block": lambda: block(*factors(gonon, 768, HALF), HALF, "gelu"),
+    "a block": lambda: called(block(*factors(gonon, 192)), HALF),
+    "a block of bfloat16": lambda: called(block(*factors(monarch, 384), "gelu_tanh"), BFLOAT),
+    "a block of float32": lambda: called(block(*factors(monarch, 192), "silu"), FLOAT),
+    "a block of TF32": lambda: called(block(*factors(monarch, 384), "gelu_tanh"), FLOAT),
+    "a wide block": lambda: called(block(*factors(gonon, 768)), HALF),
     "two factors around an activation": lambda: joined(HALF),
-    "heads of float32": lambda: attention(2, 257, FLOAT),
-    "short heads": lambda: attention(20, 197, BFLOAT),
-    "few heads": lambda: attention(1, 197, HALF),
+    "heads of float32": lambda: attended(2, 257, FLOAT),
+    "short heads": lambda: attended(20, 197, BFLOAT),
+    "few heads": lambda: attended(1, 197, HALF),
     "patches": lambda: patches(HALF),
     "two factors in float32": lambda: product("fp32", FLOAT, (1, 96, 96, 4), (4, 96, 96, 1)),
     "two factors of three classes": lambda: product("fp32", FLOAT, (1, 32, 32, 3), (6, 16, 24, 1)),
@@ -304,18 +296,54 @@ def test_any_sizes_are_taken_or_refused_in_a_sentence(launches: Launches, layers
 
 
 def test_what_no_kernel_takes_is_refused_with_every_reason(launches: Launches) -> None:
-    x, block = normal(3, 12, dtype=FLOAT), FeedForward(affine(12, FLOAT), *factors(monarch, 12, FLOAT))
-    obstacle = ways.reason(x, block)
+    x, given = normal(3, 12, dtype=FLOAT), block(*factors(monarch, 12))(FLOAT, 3)
+    obstacle = ways.reason(x, given)
     assert obstacle is not None and re.search(r"16 columns at a time.*; .*4 columns of a class at a time, .* c = 3", obstacle)
     with pytest.raises(BackendError, match=re.escape(obstacle)):
-        run(x, block)
+        run(x, given)
 
 
 def test_what_is_remembered_holds_no_tensors(launches: Launches) -> None:
-    (up, down), scale, x = factors(monarch, 64, HALF), normal(64, dtype=HALF), normal(3, 64, dtype=HALF)
-    references = [weakref.ref(tensor) for tensor in (x, scale, *up.tensors, *down.tensors)]
-    block = FeedForward(affine(64, HALF), Gated((up, up)), down, "gelu", scale, True, Norm(None, None))
-    assert ways.reason(x, block) is None
-    del block, x, up, down, scale
+    up, down = factors(monarch, 64)
+    x, given = normal(3, 64, dtype=HALF), block([up, up], down)(HALF, 3)
+    references = [weakref.ref(tensor) for tensor in (x, *given.tensors)]
+    assert ways.reason(x, given) is None
+    del x, given
     gc.collect()
     assert all(reference() is None for reference in references)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT])
+def test_whole_blocks_and_heads_of_small_models_are_one_launch(launches: Launches, dtype: torch.dtype) -> None:
+    for make, width in itertools.product((gonon, monarch), (192, 384)):
+        found = ways.way(normal(4000, width, dtype=dtype), block(*factors(make, width))(dtype, 4000))
+        assert not isinstance(found, str) and found.launches() == ("the whole block",)
+    for tokens in (1, 5, 50, 129, 197, 208, 257):
+        assert ways.reason(*attention(1, tokens, dtype)) is None
+
+
+def refused(make: Make, features: int = 64, **changed: Any) -> tuple[Tensor, Any]:
+    return normal(9, features, dtype=HALF), make(HALF, 9)._replace(**changed)
+
+
+GATED = block([(64, 96), (64, 96)], (96, 64), "silu", "inner")
+REASONS: dict[str, Callable[[], tuple[Tensor, Any]]] = {
+    "multiples of 64 inputs and 32 outputs, got 100 and 384": lambda: refused(added((100, 384)), 100),
+    "exceed": lambda: (normal(4000, 65536, dtype=FLOAT), added((65536, 64))(FLOAT, 4000)),
+    "take 64 features": lambda: refused(three(monarch(64, 64)), 60),
+    "expected a residual": lambda: refused(added((64, 64)), residual=normal(4, 64, dtype=HALF)),
+    "shape (64,)": lambda: refused(GATED, scale=normal(60, dtype=HALF)),
+    "fit each other and the residual": lambda: refused(block((64, 96), (80, 64))),
+    "silu, got 'relu'": lambda: refused(GATED, activation="relu"),
+    "with as many outputs": lambda: refused(block([(64, 96), (64, 64)], (80, 64), "silu", "inner")),
+    "577 queries and 577 keys": lambda: attention(1, 577, FLOAT),
+    "5000 keys": lambda: attention(1, 5000, HALF),
+    "take 64 features, got 32": lambda: attention(1, 197, FLOAT, head=32),
+    "got 80": lambda: attention(1, 8, HALF, head=80),
+    "that fit each other, and one dtype": lambda: (attention(1, 8, HALF)[0], attention(2, 8, HALF)[1]),
+}
+
+
+@pytest.mark.parametrize("words", REASONS)
+def test_the_reason_says_what_is_wrong(launches: Launches, words: str) -> None:
+    assert words in str(ways.reason(*REASONS[words]()))
