@@ -56,6 +56,28 @@ def left(report: Any) -> dict[str, str]:
     return {row.fqn: row.reason.code for row in report.rows if row.reason is not None}
 
 
+def check_fused(model: nn.Module, x: Any, called: list[str], kernels: list[str] | None = None, *, keep: bool = False) -> Any:
+    """The report of ``optimize``, after which these kernels are ``called``, and not a bit of the output differs.
+
+    Stand-ins have the same operators in the same order. The model is restored, unless it is to ``keep`` them.
+    """
+    before, names, modules = outputs(model, x), list(model.state_dict()), list(model.modules())
+    report = flysurgery.optimize(model, x)
+    called.clear()
+    assert all(map(torch.equal, outputs(model, x), before)) and list(model.state_dict()) == names
+    assert kernels is None or called == kernels
+    called.clear()
+    if not keep:
+        assert (report.restore() > 0) == bool(report.fused) and list(model.modules()) == modules
+        assert all(map(torch.equal, outputs(model, x), before)) and not called
+    return report
+
+
+def outputs(model: nn.Module, x: Any) -> list[Tensor]:
+    y = model(*x) if isinstance(x, tuple) else model(x)
+    return [y] if isinstance(y, Tensor) else list(y)
+
+
 @torch.no_grad()
 def keeps_outputs(model: nn.Module, x: Tensor) -> Any:
     """The report of ``optimize``, after which outputs were as near to float64 as before, and the same again once restored."""

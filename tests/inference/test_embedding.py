@@ -17,7 +17,7 @@ import flysurgery
 from flysurgery import ops
 from flysurgery.inference.standin import StandIn
 from flysurgery.ops import Way
-from tests.inference.models import images, small
+from tests.inference.models import check_fused, images, small
 from tests.support.tolerance import assert_equal
 
 Given = tuple[bool, int]
@@ -59,20 +59,12 @@ def rows_of(report: Any) -> dict[str, str]:
         ("vit_base_patch16_siglip_224", {}, (True, 0)),
     ],
 )
-def test_position_and_tokens_are_found(given: list[Given], name: str, options: dict[str, Any], expected: Given) -> None:
+def test_position_and_tokens_are_found(called: list[str], given: list[Given], name: str, options: dict[str, Any], expected: Given) -> None:
     model = vit(name, **options)
-    x = images(model, 3)
-    before = model(x)
-    report = flysurgery.optimize(model)
+    report = check_fused(model, images(model, 3), called)
     assert rows_of(report) == {"patch_embed": "fused", "patch_embed.proj": "fused"}
-    given.clear()
-    assert_equal(model(x), before)
-    assert given == [expected]
-    report.restore()
-    given.clear()
-    assert_equal(model(x), before)
-    assert given == [] and "forward_features" not in vars(model)
-    assert not flysurgery.surgery.is_optimized(model)
+    assert given[-1] == expected
+    assert "forward_features" not in vars(model) and not flysurgery.surgery.is_optimized(model)
 
 
 class Scaled(VisionTransformer):
@@ -107,16 +99,12 @@ class Down(VisionTransformer):
     ],
 )
 def test_what_does_something_else_as_well_is_left(
-    given: list[Given], kind: type[nn.Module], options: dict[str, Any], rows: dict[str, str]
+    called: list[str], given: list[Given], kind: type[nn.Module], options: dict[str, Any], rows: dict[str, str]
 ) -> None:
     model = vit(**options)
     model.__class__ = kind
-    x = images(model)
-    before = model(x)
-    assert rows_of(flysurgery.optimize(model)) == rows
-    given.clear()
-    assert_equal(model(x), before)
-    assert given == [ALONE]
+    assert rows_of(check_fused(model, images(model), called)) == rows
+    assert given[-1] == ALONE
 
 
 def test_images_of_another_size_go_to_the_own_method(given: list[Given]) -> None:
@@ -144,13 +132,9 @@ def test_position_and_tokens_are_those_of_now(given: list[Given]) -> None:
     assert_equal(model.bfloat16()(x.bfloat16()), plain.bfloat16()(x.bfloat16()))
 
 
-def test_inside_of_another_model(given: list[Given]) -> None:
-    model, x = FeatureGetterNet(vit(), out_indices=(0, 1)), torch.randn(2, 3, 32, 32)
-    before = model(x)
-    report = flysurgery.optimize(model, x)
-    given.clear()
-    for found, expected in zip(model(x), before, strict=True):
-        assert_equal(found, expected)
-    assert given == [ALL]
+def test_inside_of_another_model(called: list[str], given: list[Given]) -> None:
+    model = FeatureGetterNet(vit(), out_indices=(0, 1))
+    report = check_fused(model, torch.randn(2, 3, 32, 32), called, keep=True)
+    assert given[-1] == ALL
     assert report.restore() == 4
     assert not any(isinstance(module, StandIn) for module in model.modules())
