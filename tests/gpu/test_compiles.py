@@ -44,9 +44,9 @@ from flysurgery.ops import (
     ways,
 )
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
-from tests.gpu import gpu_blocks
-from tests.gpu.gpu_blocks import Make, added, block, inputs_of, layer, normal, three
 from tests.patterns.strategies import pairs
+from tests.support import blocks
+from tests.support.blocks import Make, added, block, inputs_of, layer, normal, three
 from tests.support.rounding import fresh_memory_is_nan, rounding_as
 
 SPILLED_BYTES = {
@@ -87,7 +87,7 @@ def compiled(kernel: Noting) -> Compiled:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """The CPU passes for an H200, whose kernels do nothing."""
     properties, own = SimpleNamespace(shared_memory_per_block_optin=227 * 1024, multi_processor_count=132), Tensor.to
-    monkeypatch.setattr(gpu_blocks, "DEVICE", "cpu")
+    monkeypatch.setattr(blocks, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -16,9 +16,9 @@ from flysurgery.gpu.weight_cache import forget_derived
 from flysurgery.ops import Problem, explain, ks_linear
 from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.patterns import Architecture, gonon, monarch
-from tests.gpu.gpu_blocks import check_replay
 from tests.gpu.gpu_layer import DEEP, SQUARE, Layer, check, check_product, rows_of
 from tests.gpu.test_autograd import reference
+from tests.support.blocks import check_replay
 from tests.support.oracle import product
 from tests.support.problems import make_factors, make_vector
 from tests.support.tolerance import BF16, FP16, FP32_BY_FP16_PAIRS, Arithmetic, assert_comparable, assert_equal

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from flysurgery.ops import PatchEmbedding, run
 from flysurgery.patterns import Pattern
-from tests.gpu.gpu_blocks import check_replay, normal, wide
+from tests.support.blocks import check_replay, normal, wide
 from tests.support.oracle import product
 from tests.support.problems import make_factor, make_input, make_integers, make_vector
 from tests.support.tolerance import ARITHMETICS, assert_epilogue_bounded, assert_epilogue_comparable, assert_equal

@@ -30,7 +30,7 @@ from flysurgery.ops import (
     ways,
 )
 from flysurgery.patterns import Architecture, gonon, low_rank, monarch
-from tests.gpu.gpu_blocks import (
+from tests.support.blocks import (
     K_FP32,
     K,
     Kind,

@@ -19,7 +19,7 @@ from flysurgery.ops import BACKENDS, Dense, FeedForward, FusedFactors, Linear, L
 from flysurgery.ops.launches import few_rows_linear, linear_epilogue, takes_few_rows
 from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
-from tests.gpu.gpu_blocks import comparable, normal
+from tests.support.blocks import comparable, normal
 from tests.support.levels import check_bound, check_identity, check_integers, check_layer
 from tests.support.oracle import ACTIVATIONS, product
 from tests.support.problems import INPUTS, LARGE_ROWS, make_factor, make_factors, make_input, make_integers, make_vector

@@ -16,7 +16,7 @@ from flysurgery.gpu.weight_space import multiplied_out
 from flysurgery.ops import trained
 from flysurgery.ops.feed_forward import ACTIVATIONS
 from flysurgery.patterns import Architecture, gonon, monarch, named
-from tests.ops.operations import OPERATIONS, Made
+from tests.support.blocks import TRAINED, to_train
 
 pytestmark = pytest.mark.gpu
 
@@ -88,10 +88,9 @@ def test_factors_are_multiplied_out(architecture: Architecture, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_gradients_beside_those_of_the_definition(name: str, dtype: torch.dtype) -> None:
-    make = Made("cuda", 384)
-    wide, operation = make.tensor(301, 384), OPERATIONS[name](make, 301)
+    wide, operation = to_train(name, 301, 384)
     exact = operation.plainly(wide)
     dy = torch.randn_like(exact)
     expected = torch.autograd.grad(exact, (wide, *operation.tensors), dy)

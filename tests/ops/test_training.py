@@ -8,10 +8,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.errors import InferenceError
-from flysurgery.ops import Attention, FeedForward, Gated, LinearResidual, attended, trained, training_reason
-from tests.ops.operations import OPERATIONS, Made
+from flysurgery.ops import Attention, FeedForward, Gated, attended, trained, training_reason
+from tests.support import blocks
+from tests.support.blocks import TRAINED, dense, to_train
 
-ROWS = 7
+ROWS, WIDTH = 7, 24
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "DEVICE", "cpu")
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -19,10 +25,9 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
     assert float((found - expected).detach().abs().max()) <= 1e-13 * max(1.0, float(expected.detach().abs().max()))
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_gradients_are_those_of_the_definition(name: str) -> None:
-    make = Made()
-    x, operation = make.tensor(ROWS, make.width), OPERATIONS[name](make, ROWS)
+    x, operation = to_train(name, ROWS, WIDTH)
     assert training_reason(x, operation) is None
     expected, found = operation.plainly(x), trained(x, operation)
     assert_near(found, expected)
@@ -32,9 +37,8 @@ def test_gradients_are_those_of_the_definition(name: str) -> None:
 
 
 def test_weights_written_to_before_the_backward_pass_are_noticed() -> None:
-    make = Made()
-    operation = OPERATIONS["residual"](make, ROWS)
-    y = trained(make.tensor(ROWS, make.width), operation)
+    x, operation = to_train("residual", ROWS, WIDTH)
+    y = trained(x, operation)
     with torch.no_grad():
         operation.linear.weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -42,20 +46,19 @@ def test_weights_written_to_before_the_backward_pass_are_noticed() -> None:
 
 
 def test_there_is_no_second_derivative() -> None:
-    make = Made()
-    x = make.tensor(ROWS, make.width)
-    y = trained(x, OPERATIONS["dense q, k, v"](make, ROWS))
+    x, operation = to_train("dense q, k, v", ROWS, WIDTH)
+    y = trained(x, operation)
     with pytest.raises(InferenceError, match="no second derivatives"):
         torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
 
 
 def test_reasons() -> None:
-    make = Made()
-    x = make.tensor(ROWS, make.width)
-    gated = FeedForward(None, Gated((make.dense(2 * make.width, make.width),)), make.dense(make.width, make.width), "silu")
+    x, operation = to_train("residual", ROWS, WIDTH)
+    square = dense(WIDTH, WIDTH, torch.float64)
+    gated = FeedForward(None, Gated((dense(WIDTH, 2 * WIDTH, torch.float64),)), square, "silu")
     assert training_reason(x, gated) == "the fused gradients of feed-forward blocks know neither gates nor inner norms"
     assert training_reason(x, Attention(x, x)) == "it has no fused gradients"
-    assert "expected a residual" in str(training_reason(x, LinearResidual(make.dense(make.width, make.width), x[:3])))
+    assert "expected a residual" in str(training_reason(x, operation._replace(residual=x[:3])))
 
 
 @pytest.mark.parametrize("joined", [True, False])

@@ -1,4 +1,4 @@
-"""Parts of transformer blocks on the GPU, drawn at random, and what their results are compared with."""
+"""Parts of transformer blocks, drawn at random, by default on the GPU, and what their results are compared with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops import Dense, FeedForward, FusedFactors, Gated, Linear, LinearResidual, Norm, NormLinears, ks_linear, launches, run
-from flysurgery.patterns import Architecture
+from flysurgery.patterns import Architecture, gonon, monarch
 
 Part = TypeVar("Part")
 DEVICE = "cuda"
@@ -36,9 +36,9 @@ def layer(architecture: Architecture, dtype: torch.dtype, bias: bool = True) -> 
     return FusedFactors(factors, normal(architecture.out_features, dtype=dtype, deviation=0.3) if bias else None)
 
 
-def dense(in_features: int, out_features: int, dtype: torch.dtype) -> Dense:
+def dense(in_features: int, out_features: int, dtype: torch.dtype, bias: bool = True) -> Dense:
     weight = normal(out_features, in_features, dtype=dtype, deviation=in_features**-0.5)
-    return Dense(weight, normal(out_features, dtype=dtype, deviation=0.3))
+    return Dense(weight, normal(out_features, dtype=dtype, deviation=0.3) if bias else None)
 
 
 def affine(features: int, dtype: torch.dtype) -> Norm:
@@ -46,7 +46,7 @@ def affine(features: int, dtype: torch.dtype) -> Norm:
 
 
 def linear(kind: Kind, dtype: torch.dtype, bias: bool = True) -> Linear:
-    return layer(kind, dtype, bias) if isinstance(kind, Architecture) else dense(*kind, dtype)
+    return layer(kind, dtype, bias) if isinstance(kind, Architecture) else dense(*kind, dtype, bias)
 
 
 def behind_a_norm(*kinds: Kind, unbiased: Sequence[int] = (), plain: bool = False) -> Make:
@@ -86,6 +86,29 @@ def block(up: Kind, down: Kind, activation: str = "gelu", *left_out: str, gate: 
         return made._replace(**{name: False if name == "residual" else None for name in left_out})
 
     return make
+
+
+TRAINED: dict[str, Callable[[int], Make]] = {
+    "dense q, k, v": lambda n: behind_a_norm((n, 3 * n)),
+    "factors side by side": lambda n: three(gonon(n, n)),
+    "factors beside dense": lambda n: behind_a_norm(monarch(n, n), (n, n), unbiased=[1]),
+    "norm without weights": lambda n: behind_a_norm((n, n), plain=True),
+    "residual": lambda n: added((n, n), scaled=False),
+    "scaled residual": lambda n: added(monarch(n, n)),
+    "dense feed-forward": lambda n: block((n, 4 * n), (4 * n, n)),
+    "feed-forward of factors": lambda n: block(monarch(4 * n, n), monarch(n, 4 * n), "silu", "scale"),
+    "feed-forward alone": lambda n: block(monarch(4 * n, n), (4 * n, n), "gelu_tanh", "norm", "scale", "residual"),
+}
+"""Operations with fused gradients, one of each form, of a width."""
+
+
+def to_train(name: str, rows: int, width: int) -> tuple[Tensor, Any]:
+    """x and one of these in float64, with tensors that require gradients."""
+    torch.manual_seed(0)
+    operation = TRAINED[name](width)(torch.float64, rows)
+    for tensor in operation.tensors:
+        tensor.requires_grad_()
+    return normal(rows, width, dtype=torch.float64).requires_grad_(), operation
 
 
 def inputs_of(operation: Any) -> int:
