@@ -18,6 +18,7 @@ from flysurgery.inference.find_groups import find_groups
 from recipes.vit_units import PaperBlock, PaperFeedForward, Residual, VitSizes, dense_layer
 from tests.inference.conftest import FFN_LAUNCHES
 from tests.inference.models import BLOCK, SMALL, check_fused, keeps_outputs, ready, small
+from tests.support.composed import Composed
 from tests.support.tolerance import assert_equal
 
 WIDTH = 48
@@ -33,17 +34,15 @@ def tokens(count: int = 2) -> Tensor:
     return torch.randn((count, 17, WIDTH), generator=torch.Generator().manual_seed(2))
 
 
-class Attention(nn.Module):
+def attend(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    q, k, v = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, dim=-1)
+    return self.out(functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).squeeze(1))
+
+
+def attention(step: Callable[..., Tensor] = attend, *, normed: bool = True) -> Composed:
     """Attention of one head, with the norm inside of it or none, and a mask where it is given one."""
-
-    def __init__(self, width: int = WIDTH, *, normed: bool = True) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width) if normed else nn.Identity()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, dim=-1)
-        return self.out(functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).squeeze(1))
+    norm = nn.LayerNorm(WIDTH) if normed else nn.Identity()
+    return Composed(step, norm=norm, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, WIDTH))
 
 
 class Feed(nn.Sequential):
@@ -56,7 +55,7 @@ class Row(nn.Module):
 
     def __init__(self, step: Callable[..., Tensor], *, normed: bool = True) -> None:
         super().__init__()
-        self.attentions = nn.ModuleList(Attention(normed=normed) for _ in range(2))
+        self.attentions = nn.ModuleList(attention(normed=normed) for _ in range(2))
         self.feeds = nn.ModuleList(Feed() for _ in range(2))
         self.last = nn.LayerNorm(WIDTH)
         self.step = step
@@ -105,20 +104,14 @@ def test_each_part_is_fused_alone_and_held(called: list[str], kind: str, held: b
 
 
 def test_numbers_that_may_be_the_inputs_size_are_left(called: list[str]) -> None:
-    class Sized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attend = Grid()
+    def scaled(self: Any, x: Tensor, size: Any) -> Tensor:
+        return attend(self, x * (size[0] if isinstance(size, tuple) else size))
 
-        def forward(self, x: Tensor, *size: Any) -> Tensor:
-            return x + self.attend(x, *(size or (x.shape[1],)))
-
-    class Grid(Attention):
-        def forward(self, x: Tensor, size: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return super().forward(x * (size[0] if isinstance(size, tuple) else size))
+    def sized(self: Any, x: Tensor, *size: Any) -> Tensor:
+        return x + self.attend(x, *(size or (x.shape[1],)))
 
     for given, fused in (((), False), ((17,), True), (((17, 3),), True)):
-        model, x = ready(Sized(), convert=False), tokens()
+        model, x = ready(Composed(sized, attend=attention(scaled)), convert=False), tokens()
         report = check_fused(model, (x, *given), called, keep=True)
         assert ("attn_out" in {row.group for row in report.fused}) is fused
         assert_equal(model(x[:, :9], *given), report.model.attend(x[:, :9], *(given or (9,))) + x[:, :9])  # pyright: ignore
@@ -146,31 +139,22 @@ def test_what_does_more_is_left_with_the_reason(called: list[str], step: Callabl
 HIDDEN = 2 * WIDTH
 
 
-class Alone(nn.Module):
+def alone(mlp: nn.Module) -> nn.Module:
     """A norm, a feed-forward module, and a residual."""
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDTH), mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x))
+    return ready(Composed(lambda self, x: x + self.mlp(self.norm(x)), norm=nn.LayerNorm(WIDTH), mlp=mlp), convert=False)
 
 
-class Written(nn.Module):
+def written(hidden: Callable[..., Any], outputs: int = 2 * HIDDEN) -> nn.Module:
     """A feed-forward module whose hidden units are what ``hidden`` makes of the outputs of one layer and, where it has it, of another.
 
     Where it gives two results, the second is added to the output.
     """
 
-    def __init__(self, hidden: Callable[..., Tensor], outputs: int = 2 * HIDDEN) -> None:
-        super().__init__()
-        self.up, self.other, self.down = nn.Linear(WIDTH, outputs), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self.hidden = hidden
+    def step(self: Any, x: Tensor) -> Tensor:
+        made = hidden(self.up, self.other, x)
+        return self.down(made) if isinstance(made, Tensor) else self.down(made[0]) + made[1]
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.hidden(self.up, self.other, x)
-        return self.down(hidden) if isinstance(hidden, Tensor) else self.down(hidden[0]) + hidden[1]
+    return Composed(step, up=nn.Linear(WIDTH, outputs), other=nn.Linear(WIDTH, HIDDEN), down=nn.Linear(HIDDEN, WIDTH))
 
 
 def halves(up: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
@@ -187,7 +171,7 @@ MODULES = {
     "halves, the gate first": lambda: packed(0),
     "halves, the gate last": lambda: packed(1),
     "halves and a norm": lambda: GluMlp(WIDTH, 2 * HIDDEN, act_layer=nn.GELU, norm_layer=nn.LayerNorm),
-    "halves by split": lambda: Written(
+    "halves by split": lambda: written(
         lambda up, other, x: (lambda a, b: b * functional.gelu(a, approximate="tanh"))(*up(x).split(HIDDEN, dim=-1))
     ),
 }
@@ -196,7 +180,7 @@ MODULES = {
 @pytest.mark.parametrize("converted", [(), ("ffn_in",), ("ffn_in", "ffn_out")], ids=str)
 @pytest.mark.parametrize("kind", MODULES)
 def test_each_form_is_fused_and_outputs_stay(called: list[str], kind: str, converted: tuple[str, ...]) -> None:
-    model, x = ready(Alone(MODULES[kind]()), convert=False), torch.randn(3, 5, WIDTH)
+    model, x = alone(MODULES[kind]()), torch.randn(3, 5, WIDTH)
     if converted:
         flysurgery.convert(model, "monarch", roles=converted, nblocks=4, example=x)
     report = check_fused(model, x, called, ["ffn"])
@@ -220,7 +204,7 @@ def test_each_form_is_fused_and_outputs_stay(called: list[str], kind: str, conve
     ],
 )
 def test_what_is_something_else_is_left_with_the_reason(called: list[str], hidden: Callable[..., Tensor], outputs: int, code: str) -> None:
-    model, x = ready(Alone(Written(hidden, outputs)), convert=False), torch.randn(3, 5, WIDTH)
+    model, x = alone(written(hidden, outputs)), torch.randn(3, 5, WIDTH)
     assert [reason.code for _, reason in find_groups(model, x).reasons.values()] == [code]
     assert not flysurgery.optimize(model, x).fused
 
@@ -254,9 +238,6 @@ def test_on_a_gpu_models_keep_their_outputs(name: str, options: dict[str, Any], 
 
 
 def test_a_norm_that_norms_something_else_as_well_is_kept(called: list[str]) -> None:
-    class Crossing(Attention):
-        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            return super().forward(x) * self.norm(x.flip(-1))
-
-    report = check_fused(ready(Crossing(), convert=False), tokens(), called)
+    crossing = attention(lambda self, x: attend(self, x) * self.norm(x.flip(-1)))
+    report = check_fused(ready(crossing, convert=False), tokens(), called)
     assert {row.group: row.reason and row.reason.code for row in report.rows} == {"qkv": "calls", "attn_out": "no-residual"}
