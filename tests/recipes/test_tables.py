@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
@@ -51,25 +50,6 @@ def test_axes_and_candidates_are_options_and_a_second_run_adds(run_recipe: RunRe
         row["paper_ratio"] for row in run_recipe("vits.py table5", "--fresh", "--seconds", "0.01") if row["candidate"] == "linears of FFNs"
     }
     assert paper == "0.46"
-
-
-SENTENCES = [
-    ("vits.py table6", "--mode tf32", "there is no mode 'tf32' on cpu"),
-    ("vits.py table6", "--candidates dense,bsm", "there is no 'bsm'; choose from dense, dense optimized, layer"),
-    ("vits.py table6", "--unit blok", "there is no 'blok'; choose from linear N x N"),
-    ("vits.py table6", "--launch grph", "there is no 'grph'; choose from graph, eager"),
-    ("vits.py table6", "--launch graph", "there is nothing to measure by these options on this device"),
-    ("kernel_tables.py norm_linear", "--only lowrank", "cases are norm and q, k, v, 384, gonon, fp32, 197"),
-    ("transforms.py times", "--n 12", "bit reversal needs a power of two, got 12"),
-    ("real_weights.py", "--ways gonon,butterfly", "--ways knows no 'butterfly'"),
-]
-
-
-@pytest.mark.parametrize(("name", "options", "sentence"), SENTENCES)
-def test_an_unknown_name_is_one_sentence(run_recipe: RunRecipe, capsys: Any, name: str, options: str, sentence: str) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        run_recipe(name, *options.split())
-    assert sentence in f"{stopped.value}{capsys.readouterr().err}"
 
 
 def test_whole_models_are_right_and_bounded_before_they_count(run_recipe: RunRecipe) -> None:
