@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flysurgery.errors import BackendError, PatternError
@@ -28,6 +28,7 @@ from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.ops.problem import problem_of
 from flysurgery.patterns import Architecture
 from flysurgery.torch_state import tf32_allowed
+from tests.support.composed import Composed
 from tests.support.problems import make_factors, make_input, make_vector
 from tests.support.tolerance import FP32, assert_bounded, assert_equal
 
@@ -108,12 +109,6 @@ def test_says_that_a_device_is_missing_or_another_or_has_no_compiler(monkeypatch
     assert ("compiler", "none", "NVRTC is not here") in device.cuda_facts()
 
 
-def test_tensors_on_the_cpu_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BACKENDS, "cuda", CudaBackend())
-    with pytest.raises(BackendError, match="backend 'cuda' cannot run this: it needs tensors on a CUDA device, these are on cpu"):
-        ks_linear(make_input(2, SQUARE.in_features, FP32), make_factors(SQUARE, FP32), backend="cuda")
-
-
 @pytest.mark.usefixtures("hopper")
 def test_linears_that_share_x_are_one_operator_in_compiled_graphs() -> None:
     operators: list[str] = []
@@ -131,24 +126,14 @@ def test_linears_that_share_x_are_one_operator_in_compiled_graphs() -> None:
     assert operators == ["flysurgery.ks_linear"]
 
 
-class Default(nn.Module):
-    """A layer with no backend named."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factors = nn.ParameterList([nn.Parameter(factor) for factor in make_factors(SQUARE, FP32)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ks_linear(x, tuple(self.factors))
-
-
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("strict", [False, True])
 def test_exports_hold_plain_operators_alone(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     described = partial(replace, device_type="cuda")
     multiply = importlib.import_module("flysurgery.ops.multiply")
     monkeypatch.setattr(multiply, "problem_of", lambda *operands: described(problem_of(*operands)))
-    layer, x = Default().requires_grad_(False), make_input(5, SQUARE.in_features, FP32)
+    factors = nn.ParameterList(make_factors(SQUARE, FP32)).requires_grad_(False)
+    layer, x = Composed(lambda self, x: ks_linear(x, tuple(self.factors)), factors=factors), make_input(5, SQUARE.in_features, FP32)
     exported = torch.export.export(layer, (x,), strict=strict)
     assert {str(node.target).split(".")[0] for node in exported.graph.nodes if node.op == "call_function"} <= {"aten"}
     assert_bounded(exported.module()(x), x, tuple(layer.factors), None, FP32)
