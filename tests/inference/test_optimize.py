@@ -18,6 +18,7 @@ import flysurgery
 from flysurgery.errors import InferenceError, SurgeryError, WalkError
 from flysurgery.inference.standin import StandIn
 from tests.inference.models import BLOCK, SMALL, SWIN, WHOLE, Always, check_fused, images, left, ready, small
+from tests.support.composed import Composed
 from tests.support.tolerance import assert_equal
 
 MASKED = [name for name in WHOLE if name != "attention"]
@@ -206,11 +207,8 @@ def test_copies_pickles_and_state_dicts_follow(called: list[str], itself: bool, 
     assert_equal(half(x.bfloat16()), plain.bfloat16()(x.bfloat16()))
 
 
-class Picking(nn.Linear):
-    """Asks for values."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input[input[:, 0] > 0])
+def asking_for_values() -> nn.Module:
+    return Composed(lambda self, x: self.inner(x[x[:, 0] > 0]), inner=nn.Linear(3, 3)).eval()
 
 
 def compiled_in_place() -> nn.Module:
@@ -228,7 +226,7 @@ def compiled_in_place() -> nn.Module:
         (lambda: nn.Sequential(*small(convert=False).blocks), None, "give an example"),  # pyright: ignore
         (small, torch.zeros(0, 3, 32, 32), "the example of VisionTransformer is empty; give one with at least one sample"),
         (small, torch.zeros(2, 3, 31, 31), "Input height"),
-        (lambda: Picking(3, 3).eval(), torch.randn(5, 3), r"Picking cannot be walked, because it does not run without data: aten\.nonzero"),
+        (asking_for_values, torch.randn(5, 3), r"Composed cannot be walked, because it does not run without data: aten\.nonzero"),
         (small, torch.zeros(2, 3, 32, 32).half(), "Half"),
         (small, "digits", "'str' object"),
     ],

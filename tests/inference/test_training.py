@@ -29,6 +29,7 @@ from flysurgery import ops
 from flysurgery.errors import InferenceError
 from flysurgery.inference import clock
 from tests.inference.models import SMALL, images, left
+from tests.support.composed import Composed
 from tests.support.processes import two_processes
 
 pytestmark = pytest.mark.usefixtures("faster")
@@ -291,17 +292,10 @@ def test_on_the_meta_device() -> None:
 
 
 def test_inputs_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = learning()
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return self.model(torch.where(mask, x, 0.0))
-
     monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: [way(*inputs) and n for n, way in enumerate(ways)][::-1])
     x = images(learning())
-    assert flysurgery.optimize(Masked(), (x, x > 0), training=True).fused
+    masked = Composed(lambda self, x, mask: self.model(torch.where(mask, x, 0.0)), model=learning())
+    assert flysurgery.optimize(masked, (x, x > 0), training=True).fused
 
 
 PROGRAM = """

@@ -13,6 +13,7 @@ from flysurgery.ops import ks_linear, ks_multiply
 from flysurgery.ops.problem import problem_of
 from flysurgery.patterns import Architecture
 from flysurgery.torch_state import foreign_obstacle
+from tests.support.composed import Composed
 from tests.support.problems import make_factors, make_input, make_integers, make_vector
 from tests.support.tolerance import BF16, FP32, FP64, assert_bounded, assert_equal
 
@@ -71,25 +72,13 @@ def test_autocast_takes_mixed_operands_leaves_float64_and_lets_gradients_reach_f
     assert all(factor.grad is not None and factor.grad.dtype == torch.float32 and factor.grad.any() for factor in factors)
 
 
-class Watched(nn.Module):
-    """A layer that adds to its output in place, as some parents do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = ButterflyLinear(LAYER)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.inner(x)
-        out += 1.0
-        return out
-
-
 def test_exported_graphs_hold_plain_operators_and_any_batch() -> None:
-    model = Watched().eval()
+    """Also of a parent that adds to the output in place."""
+    model = Composed(lambda self, x: self.inner(x).add_(1.0), inner=ButterflyLinear(LAYER)).eval()
     for index, parameter in enumerate(model.parameters()):
         nn.init.constant_(parameter, index)  # small integers, on which all backends agree
     batch = torch.export.Dim("batch")
-    program = torch.export.export(model, (X,), dynamic_shapes=({0: batch},), strict=False)
+    program = torch.export.export(model, (X,), dynamic_shapes=(({0: batch},),), strict=False)
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert targets
     assert all(target.startswith("aten.") for target in targets)
