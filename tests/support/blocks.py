@@ -46,7 +46,7 @@ def affine(features: int, dtype: torch.dtype) -> Norm:
 
 
 def linear(kind: Kind, dtype: torch.dtype, bias: bool = True) -> Linear:
-    return layer(kind, dtype, bias) if isinstance(kind, Architecture) else dense(*kind, dtype, bias)
+    return layer(kind, dtype, bias) if isinstance(kind, Architecture) else dense(kind[0], kind[1], dtype, bias)
 
 
 def behind_a_norm(*kinds: Kind, unbiased: Sequence[int] = (), plain: bool = False) -> Make:
