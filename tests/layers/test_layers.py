@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,14 +18,14 @@ from flysurgery.factors import factors_to_dense
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
 from flysurgery.patterns import Architecture, monarch, named
 from tests.support.problems import ARCHITECTURES, make_input
-from tests.support.tolerance import BF16, FP16, FP32, FP64, Arithmetic, assert_bounded, assert_equal
+from tests.support.tolerance import FP32, OF_DTYPE, Arithmetic, assert_bounded, assert_equal
 
 SQUARE = ARCHITECTURES[0]
 SMALL = Architecture.of((1, 8, 6, 2), (2, 6, 4, 1))
 
 
-def check(layer: ButterflyLinear, mode: Arithmetic = FP32, rows: int = 9) -> None:
-    x = make_input(rows, layer.in_features, mode)
+def check(layer: ButterflyLinear, mode: Arithmetic) -> None:
+    x = make_input(40, layer.in_features, mode)
     factors = [factor.detach() for factor in layer.factors]
     bias = None if layer.bias is None else layer.bias.detach()
     with torch.no_grad():
@@ -31,29 +33,75 @@ def check(layer: ButterflyLinear, mode: Arithmetic = FP32, rows: int = 9) -> Non
     assert_bounded(layer(x).detach(), x, factors, bias, mode, bias_apart=True)
 
 
-MODES = {"float64": FP64, "float32": FP32, "float16": FP16, "bfloat16": BF16}
+def written_by_numpy(layer: ButterflyLinear) -> None:
+    """Of which nothing tells PyTorch."""
+    for parameter in layer.parameters():
+        array = parameter.detach().numpy()
+        array *= 2
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
-def test_computes_the_product_and_follows_changes_of_dtype(architecture: Architecture, mode: str) -> None:
-    arithmetic = MODES[mode]
-    for bias, dtype in ((True, arithmetic.dtype), (False, torch.float32)):
-        layer = ButterflyLinear(architecture, bias, dtype=dtype)
-        layer(torch.zeros(3, architecture.in_features, dtype=dtype))
-        check(layer.to(arithmetic.dtype), arithmetic)
+def swapped(layer: ButterflyLinear) -> None:
+    bias = layer.bias
+    with patch.object(torch.__future__, "_swap_module_params_on_conversion", True):
+        layer.double()
+        layer.load_state_dict(ButterflyLinear(layer.architecture, bias is not None).double().state_dict())
+    assert layer.bias is bias
 
 
-def test_meta_device_and_back_with_a_start_that_the_seed_decides() -> None:
-    layer = ButterflyLinear(SMALL, device="meta", dtype=torch.float64)
-    assert layer(torch.empty(3, 8, device="meta", dtype=torch.float64)).shape == (3, 16)
-    layer.to_empty(device="cpu")
+def emptied(layer: ButterflyLinear) -> None:
+    layer.to("meta")
+    assert layer(torch.empty(3, layer.in_features, device="meta")).shape == (3, layer.out_features)
+    layer.to_empty(device="cpu").reset_parameters()
+
+
+def loaded(layer: ButterflyLinear) -> ButterflyLinear:
+    other = ButterflyLinear(layer.architecture, layer.bias is not None)
+    other(torch.zeros(3, layer.in_features))
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+def pickled(layer: ButterflyLinear) -> ButterflyLinear:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class Doubled(nn.Module):
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        return 2 * factor
+
+
+CHANGES: dict[str, Callable[[ButterflyLinear], object]] = {
+    **{str(dtype): lambda layer, dtype=dtype: layer.to(dtype) for dtype in OF_DTYPE},
+    **{change.__name__: change for change in (written_by_numpy, swapped, emptied, loaded, pickled, copy.deepcopy)},
+    "parametrized": lambda layer: nn.utils.parametrize.register_parametrization(layer.factors, "0", Doubled()) and None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("architecture", [SQUARE, *ARCHITECTURES[5:]], ids=str)
+def test_computes_the_product_of_the_factors_that_it_has(architecture: Architecture, change: str) -> None:
+    """Copies share nothing with it. Rows are as many as take chunks."""
+    for bias, trains in ((True, True), (True, False), (False, False)):
+        layer = ButterflyLinear(architecture, bias).requires_grad_(trains)
+        x = make_input(600, architecture.in_features, FP32)
+        before = layer(x).detach()
+        made = CHANGES[change](layer)
+        if isinstance(made, ButterflyLinear) and made is not layer:
+            for parameter in layer.parameters():
+                parameter.data.zero_()
+            assert_equal(made(x), before)
+        layer = made if isinstance(made, ButterflyLinear) else layer
+        check(layer, OF_DTYPE[layer.factors[0].dtype])
+
+
+def test_the_seed_decides_how_it_starts() -> None:
     starts = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        layer.reset_parameters()
-        starts.append(layer.factors[0].detach().clone())
-    check(layer, FP64)
+        starts.append(ButterflyLinear(SMALL).factors[0])
     assert torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
 
 
@@ -66,31 +114,6 @@ def test_it_says_what_it_is_and_names_parameters_as_checkpoints_hold_them() -> N
     bare = ButterflyLinear(SQUARE, bias=False)
     assert "bias=False" in repr(bare) and "bias" not in bare.state_dict()
     assert not any(hasattr(layer, name) for name in ("fuse", "reparameterize", "switch_to_deploy")), "a parent would use them in its place"
-
-
-def test_on_the_cpu_no_write_is_missed() -> None:
-    """Not even one by NumPy, of which nothing tells PyTorch."""
-    layer = ButterflyLinear(SQUARE, dtype=torch.float64).requires_grad_(False)
-    x = torch.ones(600, 384, dtype=torch.float64)  # as many rows as take chunks
-    before = layer(x)
-    for parameter in layer.parameters():
-        array = parameter.detach().numpy()
-        array *= 2
-    check(layer, FP64, 600)
-    assert not torch.equal(layer(x), before)
-
-
-@pytest.mark.parametrize("trains", [True, False])
-def test_tensors_may_be_swapped_after_a_forward(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
-    layer = ButterflyLinear(SQUARE).requires_grad_(trains)
-    layer(torch.ones(600, 384))
-    before = layer.bias
-    layer.double()
-    check(layer, FP64, 600)
-    layer.load_state_dict(ButterflyLinear(SQUARE).double().state_dict())
-    check(layer, FP64, 600)
-    assert layer.bias is before
 
 
 @pytest.mark.parametrize("arch", ["gonon", "monarch", "lowrank"])
@@ -107,41 +130,11 @@ def test_starts_with_the_variance_of_a_dense_layer(arch: str, out_features: int,
     assert 0.9 * bound < layer.bias.abs().max() <= bound
 
 
-def test_copies_pickles_and_states_are_independent() -> None:
-    layer, other, file = ButterflyLinear(SMALL), ButterflyLinear(SMALL), io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    x = make_input(600, 8, FP32)
-    with torch.no_grad():
-        other(x)
-        other.load_state_dict(layer.state_dict())
-        twins = [copy.deepcopy(layer), torch.load(file, weights_only=False), other]
-        before = layer(x)
-        for parameter in layer.parameters():
-            parameter.zero_()
-        for twin in twins:
-            assert_equal(twin(x), before)
-
-
 def test_backends_that_cannot_multiply_are_refused() -> None:
     with pytest.raises(BackendError, match="there is no backend 'fast'"):
         ButterflyLinear(SMALL, backend="fast")(torch.ones(3, 8))
     with pytest.raises(BackendError, match="'chunked' cannot run this: it gives no gradients"):
         ButterflyLinear(SMALL, backend="chunked")(torch.ones(3, 8))
-
-
-def test_factors_that_are_parametrized_are_used() -> None:
-    layer, x = ButterflyLinear(SMALL, bias=False), make_input(9, 8, FP32)
-    with torch.no_grad():
-        before = layer(x)
-
-    class Doubled(nn.Module):
-        def forward(self, factor: torch.Tensor) -> torch.Tensor:
-            return 2 * factor
-
-    nn.utils.parametrize.register_parametrization(layer.factors, "0", Doubled())
-    with torch.no_grad():
-        assert_equal(layer(x), 2 * before)
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3])
