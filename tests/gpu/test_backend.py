@@ -26,7 +26,7 @@ from flysurgery.ops.backends import cuda as cuda_backend
 from flysurgery.ops.backends.cuda import CudaBackend
 from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.ops.problem import problem_of
-from flysurgery.patterns import Architecture
+from flysurgery.patterns import Architecture, monarch
 from flysurgery.torch_state import tf32_allowed
 from tests.support.composed import Composed
 from tests.support.problems import make_factors, make_input, make_vector
@@ -75,6 +75,11 @@ def test_says_how_it_goes_factor_by_factor_and_which_blocks_pytorch_multiplies()
 def test_says_what_it_cannot_run() -> None:
     for architecture, dtype in ((SQUARE, torch.float32), (DEEP, torch.float16), (DEEP.transpose, torch.bfloat16)):
         assert CudaBackend().can_run(problem(architecture, dtype, requires_grad=True)) is None
+    for width, nblocks in ((192, 2), (384, 8), (768, 4), (1280, 8), (1408, 2), (1664, 4)):  # of timm's models
+        for sizes in ((width, width), (4 * width, width), (width, 4 * width)):
+            layer = problem(monarch(*sizes, nblocks), torch.float32)
+            assert CudaBackend().can_run(layer) is None
+            assert (width >= 768) == ("factor by factor, as no tile" in str(CudaBackend().remark(layer)))
     assert "not torch.float64" in str(CudaBackend().can_run(problem(dtype=torch.float64)))
     assert "these are on cpu" in str(CudaBackend().can_run(problem(device_type="cpu")))
 

@@ -336,6 +336,7 @@ REASONS: dict[str, Callable[[], tuple[Tensor, Any]]] = {
     "fit each other and the residual": lambda: refused(block((64, 96), (80, 64))),
     "silu, got 'relu'": lambda: refused(GATED, activation="relu"),
     "with as many outputs": lambda: refused(block([(64, 96), (64, 64)], (80, 64), "silu", "inner")),
+    "takes float32 behind a norm": lambda: (normal(3, 12, dtype=FLOAT), block(*factors(monarch, 12), "gelu", "norm")(FLOAT, 3)),
     "577 queries and 577 keys": lambda: attention(1, 577, FLOAT),
     "5000 keys": lambda: attention(1, 5000, HALF),
     "take 64 features, got 32": lambda: attention(1, 197, FLOAT, head=32),
