@@ -107,7 +107,7 @@ def _pixels(images: Tensor, weight: Tensor) -> Tensor:  # shape: (images, patche
     """A copy in which the pixels of a patch lie side by side."""
     (count, channels, height, width), (high, wide) = images.shape, weight.shape[2:]
     cut = images.reshape(count, channels, height // high, high, width // wide, wide)
-    return cut.permute(0, 2, 4, 1, 3, 5).reshape(count, -1, channels * high * wide)
+    return cut.permute(0, 2, 4, 1, 3, 5).reshape(count, (height // high) * (width // wide), channels * high * wide)
 
 
 def _wrong_rows(patches: PatchEmbedding, count: int) -> str | None:

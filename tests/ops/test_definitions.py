@@ -125,5 +125,10 @@ def test_images_that_are_no_whole_patches_are_refused() -> None:
     assert "images of 0x16 are not cut" in str(reason(IMAGES[:, :, :0], PatchEmbedding(WEIGHT, BIAS)))
 
 
+def test_there_may_be_no_images() -> None:
+    embedding = PatchEmbedding(WEIGHT, BIAS, integers(COUNT, FEATURES), [])
+    assert_equal(embedding.by_product(IMAGES[:0]), embedding.by_product(IMAGES)[:0])
+
+
 def test_it_needs_a_gpu() -> None:
     assert "CUDA" in str(reason(IMAGES, PatchEmbedding(WEIGHT, BIAS)))

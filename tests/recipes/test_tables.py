@@ -13,7 +13,7 @@ from tests.recipes.conftest import RECIPES, RunRecipe, picture
 
 ONE_LINEAR = ("--model", "test_vit", "--arch", "monarch", "--protocol", "paper", "--unit", "linear N x N", "--candidates", "dense,bmm")
 
-KERNELS = ("attention", "norm_linear", "factor_gradients", "fused_ffn", "few_rows")
+KERNELS = ("attention", "attention_gradients", "norm_linear", "factor_gradients", "fused_ffn", "few_rows")
 
 
 def test_table_3_has_every_part_right_in_both_protocols(run_recipe: RunRecipe) -> None:
@@ -132,7 +132,7 @@ def test_every_case_of_a_kernel_can_be_made(name: str) -> None:
     assert tuple(TABLES) == KERNELS
     table, place = TABLES[name], Place(torch.device("cpu"), quick=False)
     for head in table.heads(place, mode=("fp32",)):
-        head |= {"rows": 2 * head["tokens"] if name == "attention" else 197 if name == "few_rows" else 16}
+        head |= {"rows": 2 * head["tokens"] if name.startswith("attention") else 197 if name == "few_rows" else 16}
         case = table.make(place, **head, **({"candidates": table.candidates} if table.candidates else {}))  # pyright: ignore
         assert case.baseline in case.runs and {*case.columns} == {*table.columns}
         for candidate, run in case.runs.items():
