@@ -1,4 +1,4 @@
-"""Attention: what is computed, which launch computes it, and PyTorch's with gradients.
+"""Attention: what is computed, which launch computes it, and the same with gradients.
 
 Kernels take it where PyTorch has none on tensor cores or a slower one. Gradients of q, k and v are written where these lie side by side.
 """
