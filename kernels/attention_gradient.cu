@@ -1,18 +1,18 @@
 // The gradients of y = softmax(scale * q kᵀ) v of halves with respect to q, k and v, for heads of 64 features and as many queries as keys, on sm_90a.
 //
-//     p  = exp(scale * q kᵀ - l)       l: the logarithm of a query's sum of exponentials, which short_attention.cu leaves, by base 2
+//     p  = exp(scale * q kᵀ - l)       l: the logarithm of a query's sum of exponentials; short_attention.cu leaves that by base 2
 //     ds = p * (dy vᵀ - d)             d: the sum over features of dy * y
 //     dv = pᵀ dy     dk = scale * dsᵀ q     dq = scale * ds k
 //
 // A block takes head after head. The copy engine brings its q, k, v and dy; three warps beside it sum dy * y. Three warpgroups take tiles of 64 keys,
 // then of 64 queries, in turn across heads. A tile of keys multiplies its keys and values with all queries and gradients, 32 at a time, which gives pᵀ and
-// dsᵀ; a tile of queries does the same with all keys and values for ds. So p and ds are accumulators that become operands, nothing is
-// exchanged between warps, and every result is summed in one order. The price are two products that are computed twice.
+// dsᵀ; a tile of queries does the same with all keys and values for ds. So p and ds are accumulators that become operands
+// without an exchange between warps, and every result is summed in one order. Two products are computed twice for that.
 //
 //     slot: ROWS rows of 64 halves, 128 bytes, in the order of wgmma_rows.cuh; rows that are not there are zeros
 //     a tile of 64 rows may read beyond its slot: values from there reach no row that is stored
 //
-// Floor: the bytes of q, k, v, y, dy and the three gradients; or seven products of 64 x ROWS x 64 for each tile.
+// Floor: the bytes of q, k, v, y, dy and the three gradients; or seven products of 64 x ROWS x 64 for each 64 tokens.
 //
 // Defines: MODE (0 fp16, 1 bf16), ROWS (of a slot, a multiple of 16, above 256 of 32), TILES (of 64 rows), HEADS (whose slots are in shared memory at once).
 // Limits: sm_90a; more than ROWS - 32 and up to ROWS tokens; scale > 0; features adjacent, rows at multiples of 16 bytes.

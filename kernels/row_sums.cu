@@ -1,5 +1,5 @@
 // Sums of g over rows, the gradient of a bias. With an activation, in place, u becomes act(u) and g becomes du = g * act'(u), and the sums are those
-// of du. All in float32, rounded once.
+// of du. All in float32, rounded once; GELU by erf of bf16 and its slope take the hardware's tanh, as activation.cuh has it.
 //
 // A thread keeps one vector of 16 bytes of columns and walks down the rows of its block, several at once, so that its sums stay in registers; the
 // block's eight warps add theirs up at the end, in a fixed order. blockIdx: vectors of columns in steps of 32, parts of the rows. Floor: u and g, read and written.

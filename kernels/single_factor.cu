@@ -26,7 +26,7 @@
 // row and residue may vanish. Infinities and NaN in x or the factor give NaN or infinite results.
 //
 // Limits: any a, b, c, d, rows; rows of zero length are not launched. Shared memory is the caller's sum, see single.py.
-// Measured on an H200, 25088 rows, 120 patterns of Gonon et al., default tiles: fp32 beats bmm and einsum on all, by 2.65 in the median;
+// A trial on an H200, 25088 rows, 120 patterns of Gonon et al., default tiles: fp32 beats bmm and einsum on all, by 2.65 in the median;
 // fp16 on 105, by 2.73. It loses on 15: small ones with a = d = 1, which are plain dense products, blocks with a side of
 // 1024, and two where the first choice of tiles is poor. These and others go to PyTorch's product of the blocks, with transpose.cu around
 // it (single_by_bmm.py says which). Time over that of the bytes of x and y: 4.3 and 3.3 in the median; for large blocks the re-reading

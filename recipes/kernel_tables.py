@@ -5,7 +5,7 @@
 The tables:
 
     attention            attention of halves in short sequences, for the sizes of timm's models, beside PyTorch's backends
-    attention_gradients  the same with the gradient of q, k and v side by side
+    attention_gradients  the same in bf16, with the gradient of q, k and v side by side; "cuda" is this project's
     norm_linear          a norm with q, k and v of a ViT-S/16 in one launch, beside dense and compiled
     factor_gradients     the gradients of a layer's factors, for the layers of a ViT-S/16 block, beside einsum
     fused_ffn            feed-forward blocks with norm and residual, beside separate operators, dense and compiled

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention in one launch, which reads q, k and v where they lie in memory, with its registered operator."""
+"""Scaled dot-product attention in one launch, which reads q, k and v where they lie in memory, and its gradients in another."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RingAttention:
         return self.rows // -(-self.rows // 256) if self.mode in HALVES else 0
 
     def defines(self, log_sums: bool = False) -> dict[str, int]:
-        """The macros that the kernel is compiled with; ``log_sums`` says whether it writes those of halves."""
+        """The macros that the kernel is compiled with; ``log_sums`` says whether the kernel of halves writes them."""
         return macros(self, batch=_BATCH.get(self.mode, 0), log_sums=log_sums)
 
 
@@ -253,7 +253,7 @@ def tokens_before_heads(q: Tensor) -> Tensor:  # shape: (batch, heads, queries, 
 
 
 def reads_in_place(part: Tensor) -> bool:
-    """Whether the kernels read q, k or v where it lies: features are adjacent, and rows begin at multiples of 16 bytes."""
+    """Whether the kernels read a tensor where it lies: features are adjacent, rows begin at multiples of 16 bytes, and none twice."""
     steps, unit = part.stride(), 16 // part.element_size()
     aligned = part.data_ptr() % 16 == 0 and all(step % unit == 0 for step in steps[:3])
     return aligned and steps[3] == 1 and all(step > 0 or size == 1 for step, size in zip(steps, part.shape, strict=True))

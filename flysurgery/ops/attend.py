@@ -79,9 +79,9 @@ _Place = tuple[tuple[int, ...], tuple[int, ...], int]
 def attended(q: Tensor, given: Attention) -> Tensor:  # shape: (batch, heads, queries, head)
     """``softmax(scale * q @ k.mT) @ v`` with gradients; ``given`` holds k and v.
 
-    Kernels take heads of 64 features of halves with as many queries as keys, and sum in float32. PyTorch takes all others. Where q, k and v
-    are parts of one tensor, as of the outputs of one projection, its gradient is written once. PyTorch would join three gradients, and put
-    the result into the order of the tensor's memory.
+    Kernels take halves with heads of 64 features, as many queries as keys, up to some 350, and a scale above zero; they sum in float32.
+    PyTorch takes all others. Where q, k and v are parts of one tensor, as of the outputs of one projection, its gradient is written once.
+    PyTorch would join three gradients, and put the result into the order of the tensor's memory.
     """
     k, v, scale = given
     parts, whole = (q, k, v), q._base
