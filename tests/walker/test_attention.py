@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flysurgery.walker import SeparateAttention, separated, walk
 from tests.support.composed import Composed
+from tests.support.models import is_close
 
 WIDTH, COUNT, BATCH, QUERIES, KEYS = 24, 3, 2, 5, 7
 
@@ -44,10 +45,6 @@ def masks(batched: bool) -> dict[str, dict[str, Any]]:
     }
 
 
-def is_close(got: Tensor, expected: Tensor) -> bool:
-    return got.shape == expected.shape and float((got - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
-
-
 OPTIONS: list[dict[str, Any]] = [{}, {"bias": False}, {"kdim": 10, "vdim": 14}, {"dropout": 0.3}]
 
 
@@ -66,7 +63,7 @@ def test_results_weights_and_gradients(options: dict[str, Any], batch_first: boo
                     result, weights = module(q, k, v, **given, **kind)
                     found.append([result, weights, *torch.autograd.grad(result.square().sum(), (q, k, v))])
                 for expected, got in zip(*found, strict=True):
-                    assert (got is None) == (expected is None) and (got is None or is_close(got, expected)), (name, kind)
+                    assert (got is None) == (expected is None) and (got is None or is_close(got, expected, 1e-12)), (name, kind)
     with pytest.raises(RuntimeError, match="give the mask too"):  # as in torch
         apart(q, k, v, is_causal=True)
 

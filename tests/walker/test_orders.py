@@ -15,6 +15,7 @@ from vit_pytorch import ViT
 from flysurgery.errors import WalkError
 from flysurgery.walker import HEADS, HIDDEN_UNITS, QUERY_KEY, VALUE, Shared, Slice, Trial, find_shared, survey, targets_of, walk
 from tests.support.composed import Composed
+from tests.support.models import VIT_PYTORCH
 from tests.walker.toys import HEADS as COUNT
 from tests.walker.toys import (
     TOKENS,
@@ -32,7 +33,6 @@ from tests.walker.toys import (
 ORDERS = (HEADS, QUERY_KEY, VALUE)
 SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 3}
 WINDOWS: dict[str, Any] = {"img_size": 32, "depths": (2,), "num_heads": (3,), "embed_dim": 48, "window_size": 4}
-SIZES: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 48, "depth": 1, "heads": 4, "mlp_dim": 96}
 
 
 def found(model: nn.Module, x: Tensor, what: str = HEADS) -> list[Shared]:
@@ -126,7 +126,7 @@ UNPROVEN = "does not prove which rows"
         *((lambda at=at, change=change: changed(at, change), {order: DEPENDS} if order else {}) for at, change, order in CHANGES),
         (FusedAttention, {}),
         (WrittenOutAttention, {}),
-        (lambda: ViT(**SIZES, dim_head=16), {}),
+        (lambda: ViT(**VIT_PYTORCH), {}),
         (lambda: timm.create_model("pvt_v2_b0", depths=(1, 0, 0, 0), num_heads=(4, 4, 4, 4)), {}),  # keys on a coarser grid
         (lambda: timm.create_model("vit_small_patch16_rope_ape_224", **SMALL), {QUERY_KEY: DEPENDS}),
         (lambda: timm.create_model("swin_tiny_patch4_window7_224", **WINDOWS), {HEADS: DEPENDS}),
