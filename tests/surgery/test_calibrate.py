@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from vit_pytorch import ViT
 
 from flysurgery.calibration import Inputs, Samples, collect, samples_of
-from flysurgery.checkpoint import load, save
 from flysurgery.errors import DataError, OptionError, SurgeryError
 from flysurgery.inference import convert
 from flysurgery.layers import SplitLinear
-from flysurgery.surgery import Plan, Report, apply, densify, plan
+from flysurgery.surgery import Plan, Report, apply, plan
 from flysurgery.surgery.permuting import INDIFFERENT, SEPARATE, Permuted, permute, shared_features
 from flysurgery.walker import HEADS, HIDDEN_UNITS, QUERY_KEY, VALUE
+from tests.support.models import VIT_PYTORCH
 from tests.surgery.conftest import beit, inputs_of, unchanged
 from tests.surgery.test_exact import mobile
 
@@ -152,14 +151,13 @@ def with_linears(model: nn.Module, linears: dict[str, nn.Linear]) -> nn.Module:
 
 TIMM: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 5}
 WINDOWS: dict[str, Any] = {"img_size": 32, "depths": (1,), "num_heads": (3,), "embed_dim": 48, "window_size": 4, "num_classes": 5}
-SIZES: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 48, "depth": 1, "heads": 3, "mlp_dim": 96}
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "vit": (lambda: timm.create_model("vit_tiny_patch16_224", **TIMM), ()),
     "rotary": (lambda: timm.create_model("vit_small_patch16_rope_ape_224", **TIMM), (QUERY_KEY,)),
     "swin": (lambda: timm.create_model("swin_tiny_patch4_window7_224", **WINDOWS), (HEADS,)),
     "cait": (lambda: timm.create_model("cait_xxs24_224", init_values=1.0, **TIMM), (HEADS,)),
-    "vit-pytorch": (lambda: ViT(dim_head=16, **SIZES), ()),
+    "vit-pytorch": (lambda: ViT(**VIT_PYTORCH), ()),
 }
 
 
@@ -193,17 +191,6 @@ def test_errors_fall_in_each_group_and_the_report_says_by_how_much(vit: nn.Modul
     assert {each["what"] for each in document} == {HIDDEN_UNITS, HEADS} and all(each["moved"] for each in document)
 
 
-def test_a_model_with_permuted_heads_is_saved_and_densified_as_it_is(vit: nn.Module, vit_plan: Plan, few: Tensor, tmp_path: Path) -> None:
-    report = apply(vit_plan, vit, calibrate=few, permute=True)
-    assert "blocks.0.attn.proj" not in [row.fqn for row in report.replaced]
-    save(vit.eval(), tmp_path / "o", report=report)
-    with torch.no_grad():
-        right = vit(few)
-        assert torch.equal(load(tmp_path / "o").eval()(few), right)
-        densify(vit)
-        assert torch.allclose(vit(few), right, rtol=1e-3, atol=1e-5)
-
-
 def tied(report: Report, what: str) -> list[set[str]]:
     return [set(each.tied.values()) for each in report.permutations if each.what == what]
 
@@ -216,6 +203,6 @@ def test_features_without_an_order_of_their_own_stay_and_the_report_says_why(vit
     whole = apply(plan(vit, include=r"attn\.qkv", patterns="(1,48,16,4),(4,16,16,1)"), vit, calibrate=few, permute=True)
     assert [set(each.tied) for each in whole.permutations] == [{HEADS, QUERY_KEY, VALUE}] * 2
     assert "does not have these features for itself" in str(whole)
-    model = ViT(dim_head=16, **SIZES)  # whose names put the output projection into a block of its own
+    model = ViT(**VIT_PYTORCH)  # whose names put the output projection into a block of its own
     made = plan(model, roles=("qkv", "attn_out"))
     assert SEPARATE in tied(apply(made, model, calibrate=few, sequential=True, permute=True), HEADS)[0]

@@ -22,6 +22,7 @@ from flysurgery.inference import convert
 from flysurgery.layers import ButterflyLinear
 from flysurgery.surgery import Plan, apply, densify, plan
 from tests.support.composed import Composed
+from tests.support.models import TRUNK, VIT_PYTORCH, is_close
 from tests.surgery.conftest import PADDING, TINY, WIDTH, encoder, make_exact, torchvision_vit, unchanged
 
 Make = Callable[[], Any]
@@ -64,7 +65,6 @@ def decoder() -> nn.Module:
     return Composed(lambda self, x: self.inner(x[:, :4], x, memory_key_padding_mask=PADDING[: len(x)]), inner=inner)
 
 
-TRUNK: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "patch_size": 8}
 VISION = TRUNK | {"image_size": 32}
 TEXT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 50}
 STAGES = {"num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [16, 32], "num_attention_heads": [1, 2], "sr_ratios": [2, 1]}
@@ -73,8 +73,6 @@ SWIN = {"model_type": "swin", "image_size": 64, "embed_dim": 16, "depths": [1, 1
 SWIN |= {"out_features": ["stage1", "stage2", "stage3", "stage4"]}
 MASKS: dict[str, Any] = {"backbone_config": SWIN, "feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "num_queries": 5}
 MASKS |= {"encoder_feedforward_dim": 64, "dim_feedforward": 64, "encoder_layers": 1, "decoder_layers": 2, "num_attention_heads": 2}
-VIT_PYTORCH: dict[str, Any] = {"image_size": 32, "patch_size": 16, "num_classes": 9, "dim": 64}
-VIT_PYTORCH |= {"depth": 2, "heads": 2, "dim_head": 32, "mlp_dim": 128}
 
 
 def hub(name: str, **entries: Any) -> Make:
@@ -124,10 +122,6 @@ def with_gradients(model: nn.Module, inputs: Any, kept: list[str]) -> list[Tenso
     return [*found, *(torch.zeros(()) if each is None else each for each in gradients)]
 
 
-def is_close(got: Tensor, expected: Tensor) -> bool:
-    return got.shape == expected.shape and float((got - expected).abs().max()) <= 1e-9 * float(expected.abs().max() + 1e-3)
-
-
 @pytest.mark.parametrize(
     ("name", "training"), [*((name, False) for name in MODELS), *((name, True) for name in FAST_PATHS)], ids=lambda each: str(each)
 )
@@ -149,13 +143,13 @@ def test_products_that_are_exact_keep_outputs_and_gradients(name: str, training:
     assert len(replaced) >= len(made.replaced) >= 2 and all(part.training == training for part in replaced)
     assert not any(type(module) is nn.MultiheadAttention for module in model.modules())
     for got, expected in zip(with_gradients(model, inputs, kept), dense, strict=True):
-        assert is_close(got, expected)
+        assert is_close(got, expected, 1e-9)
     with torch.no_grad():  # the fast paths of torch would be taken now, where nothing was replaced
         converted = outputs(model.eval(), inputs)
-    assert all(is_close(got, expected) for got, expected in zip(converted, dense, strict=False))
+    assert all(is_close(got, expected, 1e-9) for got, expected in zip(converted, dense, strict=False))
     densify(model.train(training))
     assert [type(module) for module in model.modules()] == kinds
-    assert model.state_dict().keys() == state.keys() and all(is_close(model.state_dict()[key], value) for key, value in state.items())
+    assert model.state_dict().keys() == state.keys() and all(is_close(model.state_dict()[key], value, 1e-9) for key, value in state.items())
 
 
 def test_a_folder_with_attention_of_torch_is_opened_by_both(tmp_path: Path) -> None:
