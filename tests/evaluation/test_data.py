@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -19,15 +18,15 @@ from vit_pytorch import ViT
 
 from flysurgery.errors import DataError, WalkError
 from flysurgery.evaluation import Fractals, ImageData, digits, evaluate, load_calibration, load_data
+from tests.support.models import vit
 
 DATA = importlib.import_module("flysurgery.evaluation.data")
 
-SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 
 
 def model(num_classes: int, **changes: Any) -> nn.Module:
-    return timm.create_model("vit_tiny_patch16_224", num_classes=num_classes, **{**SMALL, **changes})
+    return vit(num_classes=num_classes, **changes).train()
 
 
 @pytest.fixture
