@@ -14,17 +14,15 @@ from PIL import Image
 from torch import nn
 
 from flysurgery import convert
-from flysurgery.checkpoint import build_base
+from tests.support.models import VIT, VIT_ARGUMENTS, vit
 
-BASE = "vit_tiny_patch16_224"
-ARGUMENTS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
+ARGUMENTS = VIT_ARGUMENTS | {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 10}
 HEADLESS = ARGUMENTS | {"num_classes": 0}
 
 
 def built(**changes: object) -> nn.Module:
     """A dense model, always with the same weights."""
-    torch.manual_seed(0)
-    return build_base(BASE, ARGUMENTS | changes).eval()
+    return vit(**ARGUMENTS | changes)
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +30,7 @@ def _converted() -> dict[int, nn.Module]:
     found = {}
     for classes in (10, 0):
         found[classes] = built(num_classes=classes)
-        convert(found[classes], base=BASE, base_args=ARGUMENTS | {"num_classes": classes})
+        convert(found[classes], base=VIT, base_args=ARGUMENTS | {"num_classes": classes})
     return found
 
 
