@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from flysurgery.checkpoint import build_base, save
+from flysurgery.checkpoint import save
 from flysurgery.cli import main
 from flysurgery.inference import convert
+from tests.support.models import VIT, VIT_ARGUMENTS, vit
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,10 @@ Run = Callable[..., Outcome]
 Document = Callable[..., dict[str, Any]]
 Refused = Callable[..., None]
 
-TINY_BASE = "vit_tiny_patch16_224"
-TINY_ARGUMENTS = {"embed_dim": 64, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 10}
-TINY = (TINY_BASE, "--model-args", json.dumps(TINY_ARGUMENTS))
+TINY_ARGUMENTS = VIT_ARGUMENTS | {"embed_dim": 64, "img_size": 32, "num_classes": 10}
+TINY = (VIT, "--model-args", json.dumps(TINY_ARGUMENTS))
 """A ViT of two small blocks, as MODEL and its options."""
 RANDOM = (*TINY, "--no-pretrained")
-VIT_PYTORCH = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 64, "depth": 1, "heads": 2, "mlp_dim": 128, "dim_head": 32}
 
 
 @pytest.fixture
@@ -85,18 +83,12 @@ def refused(run: Run, tmp_path: Path) -> Refused:
     return check
 
 
-def tiny_model() -> torch.nn.Module:
-    """The model of ``TINY`` with the weights of seed 0."""
-    torch.manual_seed(0)
-    return build_base(TINY_BASE, TINY_ARGUMENTS).eval()
-
-
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model, converted and saved; to be read only."""
     folder = tmp_path_factory.mktemp("converted") / "tiny"
-    model = tiny_model()
-    save(model, folder, report=convert(model, base=TINY_BASE, base_args=TINY_ARGUMENTS))
+    model = vit(**TINY_ARGUMENTS)
+    save(model, folder, report=convert(model, base=VIT, base_args=TINY_ARGUMENTS))
     return folder
 
 

@@ -1,8 +1,9 @@
-"""The entry point, the text forms of options, tables and advice: every end of a command is an exit code and at most one line."""
+"""The entry point, options and tables: every end of a command is an exit code and at most one line, and bad input changes nothing."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import pytest
 import torch
 
 import flysurgery
+from flysurgery import surgery
 from flysurgery.cli import app
 from flysurgery.cli.options import model_arguments
+from flysurgery.cli.source import check_available
 from flysurgery.cli.tables import print_json, print_table
-from flysurgery.errors import OptionError, PatternError, SelectionError
-from tests.cli.conftest import RANDOM, TINY, Run, snapshot
+from flysurgery.errors import ModelError, OptionError, PatternError, SelectionError
+from tests.cli.conftest import RANDOM, TINY, Refused, Run
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "flysurgery"
 
@@ -116,15 +119,6 @@ def test_a_process_of_its_own_whose_reader_goes_away_is_no_noise() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_a_process_of_its_own_that_is_refused(tmp_path: Path) -> None:
-    """The whole way once: the installed command, its streams, its exit code."""
-    command = [SCRIPT, "bench", "multiply", "--rounds", "1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("flysurgery: ") and done.stderr.count("\n") == 1, done.stderr
-    assert snapshot(tmp_path) == {}
-
-
 SLOW = """
 import signal, sys, time, types
 sys.path.insert(0, {root!r})
@@ -196,3 +190,119 @@ def test_without_a_terminal_tables_have_80_columns(run: Run, monkeypatch: pytest
 def test_json_refuses_what_json_has_not() -> None:
     with pytest.raises(ValueError, match="JSON"):
         print_json({"a": float("nan")})
+
+
+VIT_S = "vit_small_patch16_224"
+
+
+@pytest.fixture
+def no_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is refused in a test with this fixture is refused before the expensive work."""
+
+    def too_late(*_: object, **__: object) -> None:
+        raise AssertionError("the work began before the check")
+
+    monkeypatch.setattr(surgery, "apply", too_late)
+
+
+MODELS: list[tuple[tuple[object, ...], int, tuple[str, ...]]] = [
+    (("vit_smal_patch16_224",), 1, ("vit_smal_patch16_224", "nearest names", VIT_S)),
+    (("models/vit",), 1, ("no file or folder models/vit",)),
+    (("weights.safetensors",), 1, ("no file or folder weights.safetensors",)),
+    (("vit_pytorch:ViT",), 1, ("--checkpoint FILE", "--no-pretrained")),
+    ((*TINY, "--checkpoint", "missing.pt"), 1, ("missing.pt",)),
+    ((*TINY, "--base", VIT_S), 2, ("--base",)),
+]
+
+OPTIONS: list[tuple[tuple[object, ...], int, tuple[str, ...]]] = [
+    (("--model-args", "deppth=3"), 1, ("deppth",)),
+    (("--model-args", "depth"), 2, ("key=value", "'depth'")),
+    (("--model-args", '{"depth": ' + 700 * "[" + 700 * "]" + "}"), 2, ("--model-args", "more than 32 levels")),
+    (("--model-args", '{"depth": ' + 99999 * "[" + 99999 * "]" + "}"), 2, ("--model-args",)),
+    (("--roles", " , "), 2, ("--roles",)),
+    (("--device", "abacus"), 2, ("'abacus'",)),
+    (("--evaluate", "no/such/data"), 1, ("no/such/data",)),
+    (("--samples", "20"), 2, ("samples needs data", "--calibrate")),
+    (("--calibrate", "nowhere"), 1, ("there is no data set 'nowhere'",)),
+    (("--out", "model.safetensors"), 1, ("model.safetensors is the name of a file", "give a folder, such as", "/model")),
+    (("--out", "", "--force"), 1, ("the folder that this runs in",)),
+    (("--plot", "p.png"), 2, ("--budget, --fidelity or --measure",)),
+    (("--per-layer", "qkv"), 2, ("--per-layer takes REGEX=CHOICE, as in 'qkv.v$=dense', got 'qkv'",)),
+    (("--fidelity", 0.9, "--calibrate", "digits", "--dry-run"), 2, ("--dry-run", "leave one out")),
+    (("--budget", 0.4, "--dry-run", "--plot", "p.png"), 2, ("--dry-run",)),
+    (("--minutes", 1), 2, ("--minutes is the budget of --reconstruct",)),
+    (("--batch", 2), 2, ("--batch", "--measure")),
+    (("--optimize",), 2, ("--optimize", "--measure")),
+    (("--device", "cpu", "--measure", "--nblocks", 8), 2, ("so nblocks cannot", "measure")),
+]
+
+
+@pytest.mark.usefixtures("no_projection")
+@pytest.mark.parametrize(("arguments", "code", "words"), [*MODELS, *(((*RANDOM, *given), code, words) for given, code, words in OPTIONS)])
+def test_convert_refuses(refused: Refused, arguments: tuple[object, ...], code: int, words: tuple[str, ...]) -> None:
+    refused("convert", "--out", "made/here", *arguments, words=words, code=code)
+
+
+@pytest.mark.usefixtures("no_projection")
+def test_folders_and_pictures_that_cannot_be_written(refused: Refused, converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(converted, "old")
+    for verb in (("convert", *RANDOM), ("densify", converted)):
+        refused(*verb, "--out", "old", words=("old", "--force"))
+    Path("photos").mkdir()
+    Path("photos/cat.jpg").write_bytes(b"miaow")
+    refused("convert", *RANDOM, "--force", "--out", "photos", words=("photos", "no flysurgery checkpoint"))
+    if sys.platform == "linux":  # a folder in which not even root may write
+        refused("convert", *RANDOM, "--out", "/sys/made", words=("/sys/made could not be written", "in /sys"))
+    plot = ("convert", *RANDOM, "--budget", 0.5, "--plot")
+    refused(*plot, "photos/cat.jpg/curve.png", words=("--plot cannot write photos/cat.jpg/curve.png", "Not a dir"), code=2)
+    Path("folder.png").mkdir()
+    refused(*plot, "folder.png", words=("--plot takes a file, and folder.png is none",), code=2)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused(*plot, "curve.png", words=("matplotlib", "flysurgery[bench]"), code=2)
+
+
+def test_folders_that_are_no_models_for_a_verb(refused: Refused, converted: Path, tmp_path: Path) -> None:
+    refused("convert", *RANDOM, "--arch", "kaleidoscope", "--out", "p", words=("layer blocks.0.attn.qkv", "--init random"))
+    for verb in ("convert", "inspect"):
+        refused(verb, converted, words=("converted already", "densify"))
+    (tmp_path / "empty").mkdir()
+    for verb in (("convert",), ("inspect",), ("densify", "--out", "o"), ("evaluate", "--data", "digits")):
+        refused(*verb, "empty", words=("empty", "config.json"))
+    refused("evaluate", "empty", "--data", "digits", "--checkpoint", "empty/config.json", words=("--checkpoint names no file",))
+    shutil.copytree(converted, tmp_path / "damaged")
+    file = tmp_path / "damaged" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    for verb in (("densify", "--out", "o"), ("evaluate", "--data", "digits"), ("finetune", "--data", "digits", "--out", "o")):
+        refused(*verb, "damaged", words=("model.safetensors is no safetensors file",))
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An address that refuses every connection, and an empty cache."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("no_network")
+def test_without_network_it_says_what_to_do_and_writes_nothing(refused: Refused) -> None:
+    refused("convert", VIT_S, "--arch", "monarch", words=(VIT_S, "--checkpoint FILE", "--no-pretrained"))
+    advice = ("someone/vit cannot be downloaded: no connection", "save_pretrained", "transformers:ViTModel --no-pretrained")
+    refused("convert", "transformers:someone/vit", words=advice)
+
+
+def test_it_says_so_within_seconds_and_without_the_client_s_retries(tmp_path: Path) -> None:
+    """A process of its own, because the hub client reads its settings when it is imported."""
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    code = f"import sys; from flysurgery.cli import main; sys.exit(main(['evaluate', '{VIT_S}', '--data', 'digits']))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=40, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "--no-pretrained" in done.stderr, done.stderr
+
+
+@pytest.mark.usefixtures("no_network")
+def test_cached_weights_need_no_network_and_models_without_published_weights_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, file: f"/{repo}/{file}")
+    check_available(VIT_S)
+    name = "vit_small_patch16_36x1_224"
+    with pytest.raises(ModelError, match=f"publishes no weights for {name}; .*--checkpoint FILE"):
+        check_available(name)

@@ -1,8 +1,9 @@
-"""Converting on the command line, also under a budget, or by times measured with a clock of our own."""
+"""Converting on the command line: under a budget, by times measured with a clock of our own, and in two processes."""
 
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import torch
 from torch import nn
 
 from flysurgery.checkpoint import load
+from flysurgery.cli.processes import device_of_process
+from flysurgery.errors import OptionError
 from flysurgery.inference import clock, convert
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture, monarch
 from flysurgery.surgery import Plan, plan_of
-from tests.cli.conftest import RANDOM, TINY, TINY_ARGUMENTS, TINY_BASE, Document, Refused, Run, snapshot, tiny_model
+from tests.cli.conftest import RANDOM, TINY, TINY_ARGUMENTS, Document, Refused, Run, snapshot
+from tests.support.models import VIT, vit
+from tests.support.processes import two_processes
 
 
 def test_a_dry_run_prints_the_plan_and_leaves_nothing(run: Run, document: Document, tmp_path: Path) -> None:
@@ -27,7 +32,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(run: Run, document: Docume
     chosen = ("--include", r"mlp\.fc", "--exclude", r"blocks\.0", "--exclude", "fc2", "--patterns", "(1,64,16,4),(4,16,16,1)")
     plan = Plan.from_json(document("convert", *TINY, "--dry-run", *chosen)["plan"])
     assert [(layer.fqn, layer.architecture) for layer in plan.replaced] == [("blocks.1.mlp.fc1", "(1,64,16,4),(4,16,16,1)")]
-    assert plan.base == TINY_BASE and plan.base_args == TINY_ARGUMENTS
+    assert plan.base == VIT and plan.base_args == TINY_ARGUMENTS
     named = ("--per-layer", "qkv.v$=dense", "--per-layer", "qkv.[qk]$=monarch:8")
     plan = Plan.from_json(document("convert", *TINY, "--dry-run", *named)["plan"])
     assert [part.architecture for part in plan.replaced[0].parts] == [monarch(64, 64, 8), monarch(64, 64, 8), None]
@@ -47,7 +52,7 @@ def test_the_default_folder_holds_the_model_that_the_library_converts(
 ) -> None:
     found = document("convert", *RANDOM, "--seed", 0, "--arch", arch, *given)
     assert (found["folder"], found["accuracy"]) == (f"checkpoints/vit_tiny_patch16_224.{arch}", None)
-    expected = tiny_model()
+    expected = vit(**TINY_ARGUMENTS)
     report = convert(expected, arch, **options).to_json()
     for row in (*report["rows"], *found["rows"]):
         row.pop("seconds")
@@ -58,7 +63,7 @@ def test_the_default_folder_holds_the_model_that_the_library_converts(
 
 
 def test_weights_come_from_a_checkpoint_file_and_force_replaces_the_folder(run: Run, tmp_path: Path) -> None:
-    dense = tiny_model()
+    dense = vit(**TINY_ARGUMENTS)
     torch.save(dense.state_dict(), tmp_path / "weights.pt")
     assert run("convert", *TINY, "--checkpoint", "weights.pt", "--out", "a").code == 0
     first = load("a").state_dict()
@@ -168,3 +173,72 @@ def test_a_dry_run_measures_and_nothing_is_written_where_nothing_is_faster(
     monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (1.0, 1.0, *[1.5] * (len(ways) - 2)))
     nearest = "1.5 ms beside 1 ms (+50.0%, and less than -2.0% would count as faster)"
     refused("convert", *MEASURE, words=("nothing would be replaced", "comes nearest", nearest))
+
+
+PROGRAM = """
+import os, signal, sys
+from flysurgery.cli import main
+from flysurgery.errors import DataError
+from flysurgery.fidelity import reconstruction
+how, measure, calls = sys.argv[1], reconstruction.measure_fidelity, []
+def fails(*arguments):
+    calls.append(arguments)
+    if len(calls) == 3 and os.environ["RANK"] == "1":
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise DataError("this process has bad luck")
+    return measure(*arguments)
+reconstruction.affordable = lambda *_: 4
+if how != "well":
+    reconstruction.measure_fidelity = fails
+sys.exit(main(sys.argv[2:]))
+"""
+
+FIT = ("convert", *RANDOM, "--device", "cpu", "--out", "o", "--calibrate", "images", "--minutes", 60, "--reconstruct")
+
+
+def told(stderr: str) -> list[str]:
+    """What the command itself said there."""
+    return [line for line in stderr.splitlines() if line.startswith("flysurgery: ")]
+
+
+def test_two_processes_make_one_folder_and_one_report(images: Path, tmp_path: Path) -> None:
+    (images / "broken.png").write_text("no image")
+    first, second = two_processes(tmp_path, PROGRAM, "well", *FIT, "--json")
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    found = json.loads(first.stdout)["reconstruction"]
+    assert found["updates"] == 4 and found["after"]["relative_error"] <= found["before"]["relative_error"]
+    assert second.stdout == ""
+    assert told(first.stderr + second.stderr) == ["flysurgery: 1 images in images cannot be read and are left out: broken.png"]
+    assert {path.name for path in tmp_path.iterdir()} == {"images", "o", "program.py"}
+    load(tmp_path / "o")
+
+
+@pytest.mark.usefixtures("images")
+@pytest.mark.parametrize("how", ["unlucky", "killed"])
+def test_where_one_fails_both_end_and_nothing_is_written(how: str, tmp_path: Path) -> None:
+    first, second = two_processes(tmp_path, PROGRAM, how, *FIT)
+    assert first.stdout == second.stdout == "" and {path.name for path in tmp_path.iterdir()} == {"images", "program.py"}
+    said = told(first.stderr + second.stderr)
+    assert first.returncode == 1 and len(said) == 1, said
+    if how == "killed":
+        assert second.returncode == -signal.SIGKILL and "another process of this run has ended" in said[0]
+    else:
+        assert second.returncode == 1 and said[0].startswith("flysurgery: this process has bad luck")
+
+
+def test_each_process_has_a_gpu_of_its_own_and_work_to_share(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr("flysurgery.cli.processes._are_several", lambda: True)
+    work = "several processes share the work of --reconstruct only"
+    refused("convert", *RANDOM, "--device", "cpu", "--out", "o", words=(work,), code=2)
+    monkeypatch.setattr("flysurgery.cli.options.device_of", lambda text: torch.device(text or "cuda"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert device_of_process(None) == device_of_process("cuda") == torch.device("cuda", 1) and taken == [1, 1]
+    assert device_of_process("cpu") == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    for device, words in (("cuda:0", "a GPU of its own, got --device cuda:0"), (None, "has 2; start no more processes than that")):
+        with pytest.raises(OptionError, match=words):
+            device_of_process(device)

@@ -1,14 +1,18 @@
-"""Inspect, doctor, densify, evaluate and bench; and models of vit-pytorch and transformers through every verb."""
+"""Inspect, doctor, densify, evaluate, bench and finetune; models of every library; and docs/imagenet.md as a user follows it."""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 import platform
+import shutil
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -16,10 +20,13 @@ import transformers
 from PIL import Image
 
 from flysurgery import surgery
-from flysurgery.checkpoint import load
+from flysurgery.checkpoint import load, load_dense, save_dense
 from flysurgery.evaluation import compare, evaluate, load_data
+from flysurgery.fidelity import VIEWS
 from flysurgery.ops import BACKENDS
-from tests.cli.conftest import RANDOM, TINY, TINY_BASE, VIT_PYTORCH, Document, Refused, Run, tiny_model
+from flysurgery.surgery import plan_of
+from tests.cli.conftest import RANDOM, TINY, TINY_ARGUMENTS, Document, Refused, Run
+from tests.support.models import TRUNK, VIT, VIT_PYTORCH, vit
 
 
 def test_a_densified_folder_opens_by_timm_and_loses_nothing_in_a_second_conversion(
@@ -94,8 +101,8 @@ def test_evaluate_prints_what_the_library_measures(run: Run, document: Document,
     table = run("evaluate", converted, "--data", "digits", "--batch-size", "100").out.splitlines()
     assert table[0].split() == ["model", "top-1", "top-5", "samples", "seconds"]
     assert table[1].split()[1:4] == [f"{accuracy.top1:.2%}", f"{accuracy.top5:.2%}", str(accuracy.samples)]
-    expected, found = compare(model, tiny_model(), images), document("evaluate", converted, *DENSE, "--data", images)
-    assert (found["model"], found["against"], found["data"]) == (str(converted), TINY_BASE, str(images))
+    expected, found = compare(model, vit(**TINY_ARGUMENTS), images), document("evaluate", converted, *DENSE, "--data", images)
+    assert (found["model"], found["against"], found["data"]) == (str(converted), VIT, str(images))
     assert found["samples"] == 12 and found["output_cosine"] == pytest.approx(expected.output_cosine, abs=1e-6)
     assert dict(found["blocks"]) == pytest.approx(dict(expected.blocks), abs=1e-5)
     itself = document("evaluate", converted, "--against", converted, "--data", images, "--samples", 4, "--batch-size", 3)
@@ -108,17 +115,11 @@ def test_evaluate_prints_what_the_library_measures(run: Run, document: Document,
     assert lines[-1][:4] == ["error", "after", "each", "block:"] and len(lines[-1]) == 4 + len(expected.blocks)
 
 
-def test_what_evaluate_refuses(refused: Refused, converted: Path, images: Path, tmp_path: Path) -> None:
+def test_what_evaluate_refuses(refused: Refused, converted: Path, images: Path) -> None:
     command = ("evaluate", converted)
     refused(*command, "--data", images, "--samples", 4, words=("--samples goes with --against",), code=2)
     refused(*command, *DENSE, "--data", images, "--optimize", words=("--optimize", "--against"), code=2)
-    refused(*command, *DENSE, "--data", images, "--samples", 13, words=("13 were asked for and there are 12",))
     refused(*command, "--against", "vit_tinny", "--data", images, words=("has no model 'vit_tinny'",))
-    for name in ("cat", "dog"):
-        (tmp_path / "animals" / name).mkdir(parents=True)
-        Image.new("RGB", (32, 32)).save(tmp_path / "animals" / name / "1.png")
-    for verb in (("convert", *RANDOM, "--out", "o", "--evaluate"), ("evaluate", *RANDOM, "--data")):
-        refused(*verb, "animals", words=("animals", "2 classes", "10"))
 
 
 MULTIPLY = ("bench", "multiply", "--quick", "--arch", "lowrank", "--width", 16, "--rows", 8, "--rounds", 2, "--device", "cpu")
@@ -178,7 +179,7 @@ def test_bench_model_measures_each_architecture_once(run: Run, document: Documen
     assert found["stay_dense"] == [name for name in slow if name != "(model)"]
 
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256, "image_size": 32, "patch_size": 8}
+SIZES = TRUNK | {"image_size": 32}
 PROCESSOR = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25], "image_processor_type": "ViTImageProcessor"}
 
 
@@ -225,3 +226,112 @@ def test_what_is_refused_of_transformers(theirs: Path, refused: Refused, tmp_pat
         (theirs / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
         refused("convert", theirs, "--out", "out", words=(words,))
         (theirs / "model.safetensors").write_bytes(b"")
+
+
+QUICK = ("--data", "digits", "--epochs", "1", "--batch-size", "256", "--cpu", "--workers", "0")
+CLASSES, TRAIN, VAL = 10, 12, 4
+
+
+@pytest.fixture
+def stand_in(run: Run, tmp_path: Path) -> None:
+    """The folders ``imagenet``, with a folder of images a class in ``train`` and ``val``, ``photos`` without classes, and ``dense``."""
+    draw = np.random.default_rng(0)
+    for part, count in (("train", TRAIN), ("val", VAL)):
+        for number in range(CLASSES):
+            folder = tmp_path / "imagenet" / part / f"n{number:08}"
+            folder.mkdir(parents=True)
+            for index in range(count):
+                coarse = Image.fromarray(draw.integers(0, 255, (10, 12, 3), np.uint8))
+                coarse.resize((60, 50), Image.Resampling.BICUBIC).save(folder / f"{part}_{index:04}.JPEG")
+    (tmp_path / "photos").mkdir()
+    for number, path in enumerate(sorted((tmp_path / "imagenet" / "train").glob("*/*0.JPEG"))):
+        path.rename(tmp_path / "photos" / f"{number}.jpg")
+    save_dense(vit(**TINY_ARGUMENTS), tmp_path / "dense", VIT, TINY_ARGUMENTS, force=False)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_from_weights_to_an_evaluated_folder(document: Document, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flysurgery.fidelity.reconstruction.affordable", lambda *_: 3)
+    fit = ("--calibrate", "imagenet/train", "--samples", 40, "--sequential", "--reconstruct", "--minutes", 1)
+    converted = document("convert", "dense", "--arch", "monarch", *fit, "--evaluate", "imagenet/val", "--out", "fitted")
+    accuracy, dense = converted["accuracy"], document("evaluate", "dense", "--data", "imagenet/val")
+    assert accuracy["data"] == "imagenet/val" and accuracy["after"]["samples"] == CLASSES * VAL
+    assert [accuracy["before"][name] for name in ("top1", "top5")] == [dense[name] for name in ("top1", "top5")]
+    top1 = f"top-1 {accuracy['before']['top1']:.2%} before, {accuracy['after']['top1']:.2%} after"
+    assert f"- Accuracy on imagenet/val: {top1}, of 40 samples" in Path("fitted/README.md").read_text()
+    assert converted["calibration"]["samples"] == 40 and converted["calibration"]["sequential"] is True
+    assert converted["reconstruction"]["updates"] == 3
+
+    train = ("--teacher", "dense", "--epochs", 1, "--batch-size", 20, "--workers", 0, "--cpu")
+    tuned = document("finetune", "fitted", "--data", "imagenet", *train, "--out", "tuned")
+    assert tuned["labelled"] is True and tuned["updates"] == CLASSES * (TRAIN - 1) // 20
+    assert tuned["before"]["top1"] == accuracy["after"]["top1"]
+    assert tuned["after"]["samples"] == tuned["fidelity_after"]["samples"] == CLASSES * VAL
+    again = document("evaluate", "tuned", "--data", "imagenet/val")
+    assert [again[name] for name in ("top1", "top5")] == [tuned["after"][name] for name in ("top1", "top5")]
+    fidelity = document("evaluate", "tuned", "--against", "dense", "--data", "imagenet/val")
+    assert fidelity["relative_error"] == pytest.approx(tuned["fidelity_after"]["relative_error"], rel=1e-3)
+
+    photos = ("--data", "photos", *train[:4], "--cpu", "--evaluate", "imagenet/val", "--out", "unlabelled")
+    unlabelled = document("finetune", "fitted", *photos)
+    assert unlabelled["labelled"] is False and unlabelled["after"]["samples"] == CLASSES * VAL
+    assert unlabelled["images"] == len(list(Path("photos").iterdir())) // VIEWS["cpu"] * VIEWS["cpu"], "an epoch has whole batches"
+    assert unlabelled["fidelity_after"]["relative_error"] <= unlabelled["fidelity_before"]["relative_error"]
+    columns = Path("unlabelled.training/log.csv").read_text().splitlines()[0]
+    assert columns.endswith("relative_error,output_cosine,token_cosine")
+    assert json.loads(Path("unlabelled/report.json").read_text())["finetune"]["settings"]["optimizer"] == "muon"
+
+
+def test_a_converted_folder_is_trained_and_saved_with_its_plan(run: Run, document: Document, converted: Path) -> None:
+    found = document("finetune", converted, *QUICK, "--out", "o", "--lr", "1e-3", "--save-every", "2", "--log-every", "1")
+    before, after = load(converted), load("o")
+    assert plan_of(after) == plan_of(before)
+    assert not torch.equal(after.get_parameter("blocks.0.mlp.fc1.factors.0"), before.get_parameter("blocks.0.mlp.fc1.factors.0"))
+    expected = evaluate(after, load_data("digits", after))
+    assert (found["after"]["top1"], found["updates"], found["images"]) == (expected.top1, 4, 1024)
+    report, earlier = (json.loads((Path(folder) / "report.json").read_text()) for folder in ("o", converted))
+    settings = report["finetune"]["settings"]
+    assert report["rows"] == earlier["rows"]
+    assert (settings["learning_rate"], settings["save_every"], settings["log_every"]) == (1e-3, 2, 1)
+    assert f"top-1 {found['before']['top1']:.2%} before, {expected.top1:.2%} after" in Path("o/README.md").read_text()
+    assert Path("o.training/log.csv").read_text().startswith("update,epoch,loss,")
+    done = run("finetune", converted, *QUICK, "--out", "o", "--force").out.splitlines()
+    assert done[0].split() == ["fine-tuning", "before", "after", "change"] and done[-1].startswith("saved in o, log in o.training")
+
+
+def test_sparse_to_dense_from_scratch_and_a_teacher_by_its_name(run: Run, converted: Path, images: Path) -> None:
+    run("finetune", converted, *QUICK[:2], "--epochs", "2", *QUICK[4:], "--densify-after", "1", "--scratch", "--out", "d")
+    dense, _, _ = load_dense("d")
+    again = timm.create_model("local-dir:d", pretrained=True).eval()
+    image = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(dense(image), again(image))
+    assert run("finetune", *TINY, "--scratch", *QUICK, "--out", "n", "--teacher", "d", "--seed", "3").code == 0
+    assert load_dense("n")[1] == VIT
+    torch.save(vit(**TINY_ARGUMENTS).state_dict(), "dense.pt")
+    options = ("--data", images, "--minutes", "0.01", "--cpu", "--out", "o", "--teacher", *TINY, "--checkpoint", "dense.pt")
+    done = run("finetune", converted, *options)
+    assert done.code == 0 and "output cosine, 2 held-out samples" in done.out, done
+
+
+NO_REPORTS: list[Any] = ["{", "[]", "null", '{"rows": 3}', '{"fidelity": {"samples": 1}}', 2000 * "[", Path.mkdir]
+if os.name != "nt":
+    NO_REPORTS += [os.mkfifo, lambda file: file.symlink_to("/dev/zero")]
+
+
+@pytest.mark.parametrize("content", NO_REPORTS)
+def test_a_damaged_report_is_found_before_the_training(content: Any, refused: Refused, converted: Path) -> None:
+    file = Path(shutil.copytree(converted, "damaged")) / "report.json"
+    is_text = isinstance(content, str)
+    file.unlink()
+    file.write_text(content) if is_text else content(file)
+    refused("finetune", "damaged", *QUICK, "--out", "o", words=("report.json", "" if is_text else "expected a regular file"))
+
+
+def test_what_is_refused(refused: Refused, converted: Path, images: Path) -> None:
+    finetune = ("finetune", converted, *QUICK, "--out")
+    refused(*finetune, converted, words=("exists",))
+    refused(*finetune, "o", "--blocks-weight", "1", words=("--teacher MODEL",), code=2)
+    refused(*finetune, "o", "--resume", words=("o.training", "no state"))
+    refused("finetune", converted, "--data", "nothing", "--out", "o", words=("nothing", "fractals"))
+    refused("finetune", converted, "--data", images, "--cpu", "--out", "o", words=("no folder of images for each class", "--teacher MODEL"))
