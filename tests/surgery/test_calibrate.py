@@ -99,6 +99,7 @@ def test_what_cannot_be_calibrated_leaves_the_model_as_it_was(vit: nn.Module, vi
         (DataError, r"\(3, 32, 32\), got \(1, 32, 32\)", {"calibrate": many[:, :1]}),
         (OptionError, "sequential needs data", {"sequential": True}),
         (OptionError, "samples and reconstruct need data", {"samples": 5, "reconstruct": True}),
+        (OptionError, "minutes must be a positive number", {"calibrate": many, "reconstruct": 0.0}),
         (OptionError, "init must be projection or random, got 'zeros'", {"init": "zeros"}),
         (OptionError, "sequential and permute are options of the projection", {"calibrate": many, "init": "random", "permute": True}),
     ):
