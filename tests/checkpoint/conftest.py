@@ -21,14 +21,13 @@ from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, canonical, sha256_
 from flysurgery.errors import CheckpointError
 from flysurgery.inference import convert as convert_model
 from flysurgery.surgery import Report, install, plan
+from tests.support.models import vit
 
 Tensors = dict[str, Tensor]
 Metadata = dict[str, str]
 Converted = tuple[nn.Module, Report]
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-ARGUMENTS: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 7}
-BASE = "vit_tiny_patch16_224"
 VIT_PYTORCH: dict[str, Any] = {"image_size": 16, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 1, "heads": 2, "mlp_dim": 64}
 TIMM_MODELS: dict[str, dict[str, Any]] = {
     # Of each what it stands for: a switch and tables outside the state_dict; rotary tables; masks made on the parameters' device.
@@ -42,12 +41,6 @@ def need_recorded_arguments() -> None:
     """Skip what saves a model without saying how it was built, where timm does not know that."""
     if not hasattr(timm.models, "get_model_args"):
         pytest.skip(f"timm {timm.__version__} keeps no arguments of its models, as 1.0.31 does, so saving asks for base_args=")
-
-
-def small_model(**changes: Any) -> nn.Module:
-    """A timm ViT of 30 thousand parameters."""
-    torch.manual_seed(0)
-    return timm.create_model(BASE, **{**ARGUMENTS, **changes}).eval()
 
 
 def install_random(model: nn.Module, **options: Any) -> nn.Module:
@@ -93,7 +86,7 @@ def refused(folder: Path, *facts: str, open_it: Callable[[Path], object] = load)
 def converted() -> Converted:
     """A model converted for real, with its report; not to be changed."""
     need_recorded_arguments()
-    model = small_model()
+    model = vit()
     return model, convert_model(model)
 
 

@@ -29,7 +29,8 @@ from flysurgery.checkpoint import build_base
 from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, canonical
 from flysurgery.errors import CheckpointError
 from flysurgery.surgery import plan_of
-from tests.checkpoint.conftest import ARGUMENTS, BASE, TIMM_MODELS, VIT_PYTORCH, install_random, sha256
+from tests.checkpoint.conftest import TIMM_MODELS, VIT_PYTORCH, install_random, sha256
+from tests.support.models import VIT, VIT_ARGUMENTS
 
 CASES = 400
 MAX_MESSAGE = 400
@@ -41,11 +42,11 @@ MAX_GROWTH = 200 << 20
 SIMPLE, SWIN = "vit_pytorch.simple_vit:SimpleViT", "swin_tiny_patch4_window7_224"
 TINY, RELATIVE = "tiny_vit_5m_224", "vit_relpos_small_patch16_224"
 BASES: dict[str, dict[str, Any]] = TIMM_MODELS | {
-    BASE: ARGUMENTS,
+    VIT: VIT_ARGUMENTS,
     SIMPLE: VIT_PYTORCH,
     "vit_pytorch:ViT": VIT_PYTORCH,
     TINY: {"depths": [1, 1], "embed_dims": [16, 32], "num_heads": [1, 1], "window_sizes": [7, 7], "num_classes": 5},
-    RELATIVE: ARGUMENTS,
+    RELATIVE: VIT_ARGUMENTS,
 }
 
 NUMBERS = (0, 1, 2, 3, -1, 5, 7, 8, 16, 32, 33, 64, 1000, 4096, 16384, 57344, 1 << 24, (1 << 24) + 1, 1 << 31, 1 << 63, 10**30, 10**400)
@@ -248,10 +249,10 @@ BOMBS: list[tuple[str, dict[str, Any]]] = [
     (RELATIVE, {"img_size": 8192}),
     (TINY, {"window_sizes": [4096, 4096]}),
     (TINY, {"window_sizes": [32, 32], "depths": [1, 90]}),
-    (BASE, {"depth": 4096}),
-    (BASE, {"depth": 1 << 24, "drop_path_rate": 0.1}),
-    (BASE, {"img_size": 1 << 24, "pos_embed": "none"}),
-    (BASE, {"num_classes": "abc", "embed_dim": 4096}),
+    (VIT, {"depth": 4096}),
+    (VIT, {"depth": 1 << 24, "drop_path_rate": 0.1}),
+    (VIT, {"img_size": 1 << 24, "pos_embed": "none"}),
+    (VIT, {"num_classes": "abc", "embed_dim": 4096}),
 ]
 
 

@@ -1,9 +1,11 @@
-"""What is loaded gives bit-equal outputs, whatever the model, the dtype and the way."""
+"""What is loaded gives bit-equal outputs, whatever the model, the dtype and the way, of which timm's own calls and the hub are some."""
 
 from __future__ import annotations
 
 import copy
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,26 @@ import timm
 import torch
 from torch import nn
 
-from flysurgery.checkpoint import build_base, load, save
+from flysurgery.checkpoint import build_base, load, load_dense, push_to_hub, save
+from flysurgery.checkpoint.folder import FILES
 from flysurgery.checkpoint.tensors import unstored_buffers
-from flysurgery.errors import OptionError
-from flysurgery.surgery import plan_of
-from tests.checkpoint.conftest import BASE, TIMM_MODELS, VIT_PYTORCH, Converted, install_random, outputs, read_weights, small_model
+from flysurgery.errors import CheckpointError, OptionError
+from flysurgery.surgery import densify, plan_of
+from tests.checkpoint.conftest import (
+    TIMM_MODELS,
+    VIT_PYTORCH,
+    Converted,
+    images,
+    install_random,
+    outputs,
+    read_weights,
+    refused,
+    rewrite_config,
+)
+from tests.support.models import VIT, vit
 
 EVA = "eva02_tiny_patch14_224"
+MODELS: dict[str, dict[str, Any]] = TIMM_MODELS | dict.fromkeys(("vit_pytorch:ViT", "vit_pytorch.deepvit:DeepViT"), VIT_PYTORCH)
 
 
 def test_load_is_bit_equal_and_saves_to_the_same_files(converted: Converted, saved: Path, tmp_path: Path) -> None:
@@ -44,10 +59,10 @@ def check_round_trip(model: nn.Module, folder: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*TIMM_MODELS, "vit_pytorch:ViT", "vit_pytorch.deepvit:DeepViT"])
+@pytest.mark.parametrize("name", MODELS)
 def test_families_with_buffers_and_switches_by_load_and_by_timm(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    arguments = TIMM_MODELS.get(name, VIT_PYTORCH)
+    arguments = MODELS[name]
     options = {} if name in TIMM_MODELS else {"base": name, "base_args": arguments}
     model = install_random(build_base(name, arguments), roles="ffn" if options else None, **options).to(dtype)
     before = torch.get_rng_state()
@@ -68,7 +83,7 @@ def test_another_dtype_equals_the_model_in_that_dtype(dtype: str, listed: str, c
 
 
 def test_mixed_dtypes_and_views_are_kept_without_their_neighbours(tmp_path: Path) -> None:
-    model, wide = install_random(small_model()), torch.randn(3, 7, 32)
+    model, wide = install_random(vit()), torch.randn(3, 7, 32)
     model.head.weight = nn.Parameter(wide[1])
     model.norm.weight = nn.Parameter(wide[0, 0])
     model.norm.bias = nn.Parameter(wide[2].T[:, 1])
@@ -80,7 +95,7 @@ def test_mixed_dtypes_and_views_are_kept_without_their_neighbours(tmp_path: Path
 
 
 def test_what_the_constructor_ties_stays_tied_and_what_was_tied_later_keeps_its_values(tmp_path: Path) -> None:
-    model = install_random(small_model())
+    model = install_random(vit())
     model.blocks[1].norm1 = model.blocks[0].norm1
     loaded = check_round_trip(model, tmp_path)
     assert loaded.blocks[1].norm1.bias is not loaded.blocks[0].norm1.bias
@@ -102,20 +117,20 @@ def test_buffers_that_construction_would_not_give_are_stored(tmp_path: Path) -> 
 
 
 def test_what_was_changed_after_construction_is_followed(tmp_path: Path) -> None:
-    dense = small_model()
+    dense = vit()
     dense.pretrained_cfg["tag"] = "our_own"
     model = install_random(dense)
-    assert plan_of(model).base == f"{BASE}.our_own"
+    assert plan_of(model).base == f"{VIT}.our_own"
     model.reset_classifier(4)
     model.set_input_size(img_size=(24, 16))
     loaded = check_round_trip(model, tmp_path)
     plan = plan_of(loaded)
     assert outputs(loaded).shape == (3, 4) and plan.base_args["num_classes"] == 4 and plan.base_args["img_size"] == [24, 16]
-    assert plan.base == BASE, "a tag that timm does not publish is left out"
+    assert plan.base == VIT, "a tag that timm does not publish is left out"
 
 
 def test_data_description_survives(tmp_path: Path) -> None:
-    dense = small_model()
+    dense = vit()
     own = {"mean": (0.1, 0.2, 0.3), "crop_pct": 0.75, "label_names": tuple("abcdefg"), "num_classes": 7}
     dense.pretrained_cfg = {**dense.pretrained_cfg, **own}
     save(install_random(dense), tmp_path / "model")
@@ -132,3 +147,152 @@ def test_options_that_there_are_not(options: dict[str, Any], converted: Converte
     if "dtype" in options:
         with pytest.raises(OptionError, match=f"float16, bfloat16, float32, float64, got {options['dtype']}"):
             save(converted[0], tmp_path / "model", **options)
+
+
+def create(folder: Path, **arguments: Any) -> nn.Module:
+    return timm.create_model(f"local-dir:{folder}", **{"pretrained": True, **arguments}).eval()
+
+
+def test_the_weights_are_the_folder_s_with_other_arguments_and_input_sizes(saved: Path, converted: Converted) -> None:
+    model = timm.create_model(f"local-dir:{saved}", pretrained=True)
+    assert model.training, "timm's models start in training mode"
+    dropping = create(saved, drop_path_rate=0.5, proj_drop_rate=0.25)
+    assert dropping.blocks[1].drop_path1.drop_prob == 0.5 and dropping.blocks[0].mlp.drop1.p == 0.25
+    for same in (model.eval(), dropping, create(saved, num_classes=7, img_size=(16, 16))):
+        assert torch.equal(outputs(same), outputs(converted[0]))
+    larger = create(saved, img_size=32)
+    assert larger.patch_embed.img_size == (32, 32) and outputs(larger).shape == (3, 7)
+
+
+def test_new_head(saved: Path, converted: Converted, tmp_path: Path) -> None:
+    """A dense entry of that name would get random layers throughout, and only a warning."""
+    model = create(saved, num_classes=3)
+    assert outputs(model).shape == (3, 3) and outputs(create(saved, num_classes=0)).shape == (3, 32)
+    with torch.no_grad():
+        assert torch.equal(*(each.forward_features(images(each)) for each in (model, converted[0])))
+    save(model, tmp_path / "fine-tuned", dtype="bfloat16")
+    assert torch.equal(outputs(load(tmp_path / "fine-tuned")), outputs(model.bfloat16()))
+    assert outputs(create(tmp_path / "fine-tuned", num_classes=4)).dtype == torch.bfloat16
+
+
+FIT = [
+    ({"embed_dim": 64}, "with {'embed_dim': 64}: .*the plan says 96x32, the model has 192x64"),
+    ({"in_chans": 1}, r"cannot be loaded with {'in_chans': 1}: .*patch_embed.proj.weight is \[32, 3, 8, 8\] instead of \[32, 1"),
+    ({"depth": 3}, "with {'depth': 3}: .*missing: blocks.2"),
+    ({"features_only": True, "out_indices": (0, 9)}, "cannot be built"),
+]
+"""Arguments that do not go with the weights."""
+
+NEVER: list[tuple[dict[str, Any], str]] = [
+    ({"nonsense": 1}, "nonsense"),
+    ({"norm_layer": nn.LayerNorm}, "norm_layer must be a value that JSON has"),
+    ({"num_classes": "abc"}, "num_classes must be a whole number from 0"),
+    ({"num_classes": -1}, "num_classes must be a whole number from 0"),
+    ({"img_size": (16, 16, 16)}, "img_size must be a positive whole number or two"),
+    ({"img_size": (0, 16)}, "img_size must be a positive whole number or two"),
+    ({"img_size": 2.5}, "img_size=2.5 cannot be given"),
+    ({"features_only": True, "out_indices": "abc"}, "cannot be"),
+    ({"pretrained_cfg_overlay": {"mean": "red"}}, "pretrained_cfg of config.json cannot be used"),
+]
+"""Arguments that nothing can take, with weights or without."""
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "arguments", "fact"), [(True, *each) for each in (*FIT, *NEVER)] + [(False, *each) for each in NEVER]
+)
+def test_arguments_that_are_refused(pretrained: bool, arguments: dict[str, Any], fact: str, saved: Path) -> None:
+    message = refused(saved, open_it=lambda folder: create(folder, pretrained=pretrained, **arguments))
+    assert re.search(fact, message), message
+
+
+def test_features_alone_and_a_model_without_weights(saved: Path, converted: Converted) -> None:
+    wrapped = create(saved, features_only=True, out_indices=(0, 1))
+    expected = converted[0].forward_intermediates(images(converted[0]), intermediates_only=True)
+    found = wrapped(images(converted[0]))
+    assert [each.shape for each in found] == [(3, 32, 2, 2)] * 2 and wrapped.feature_info.channels() == [32, 32]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        drawn.append(create(saved, pretrained=False))
+    assert drawn[0].state_dict().keys() == converted[0].state_dict().keys()
+    assert torch.equal(*map(outputs, drawn)) and bool(outputs(drawn[0]).isfinite().all())
+    assert not torch.equal(drawn[0].blocks[0].mlp.fc1.factors[0], converted[0].blocks[0].mlp.fc1.factors[0])
+
+
+def test_what_timm_saves_is_opened(converted: Converted, tmp_path: Path) -> None:
+    """Such a folder has no header: its plan is in ``config.json``."""
+    model, expected = copy.deepcopy(converted[0]), outputs(converted[0])
+    timm.models.save_for_hf(model, str(tmp_path / "timm"), safe_serialization=True)
+    assert torch.equal(outputs(load(tmp_path / "timm")), expected) and torch.equal(outputs(create(tmp_path / "timm")), expected)
+    model.reset_classifier(3)
+    timm.models.save_for_hf(model, str(tmp_path / "head"), safe_serialization=True)
+    assert torch.equal(outputs(load(tmp_path / "head")), outputs(model))
+    assert create(tmp_path / "head", pretrained=False).num_classes == 3
+    save(load(tmp_path / "head"), tmp_path / "again")
+    assert torch.equal(outputs(load(tmp_path / "again")), outputs(model))
+    densify(model)
+    timm.models.save_for_hf(model, str(tmp_path / "dense"), safe_serialization=True)
+    assert torch.equal(outputs(load_dense(tmp_path / "dense")[0]), outputs(model))
+
+
+def test_what_timm_saves_may_be_refused(converted: Converted, tmp_path: Path) -> None:
+    timm.models.save_for_hf(converted[0], str(tmp_path / "pickle"), safe_serialization=False)
+    refused(tmp_path / "pickle", "pytorch_model.bin, a pickle, ", "save them with safe_serialization=True")
+    with pytest.raises(CheckpointError, match="local-dir:DIR"):
+        timm.create_model("flysurgery_structured", pretrained=True)
+    timm.models.save_for_hf(converted[0], str(tmp_path / "other"), safe_serialization=True)
+    rewrite_config(tmp_path / "other", lambda config: config["model_args"]["plan"].update(schema=7))
+    refused(tmp_path / "other", "a plan that cannot be used: this version reads plans of schema 1, got schema 7")
+
+
+def test_from_the_hub_and_to_it(saved: Path, converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the hub's own transfers are replaced: a folder that was uploaded is opened by its repository's name."""
+    import huggingface_hub
+    import timm.models._hub
+
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(repository: str, **options: Any) -> str:
+        asked.update(options, repository=repository)
+        return str(shutil.copytree(saved, tmp_path / "snapshot", dirs_exist_ok=True))
+
+    def upload_folder(_: object, *, repo_id: str, folder_path: Path, commit_message: str) -> str:
+        shutil.copytree(folder_path, tmp_path / "uploaded")
+        return f"https://huggingface.co/{repo_id}/commit/1"
+
+    def create_repo(api: huggingface_hub.HfApi, name: str, **options: Any) -> Any:
+        assert api.token == "secret" and options == {"private": True, "exist_ok": True}
+        return huggingface_hub.RepoUrl(f"https://huggingface.co/{name}")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("401 Client Error.\nand a long story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(timm.models._hub, "download_from_hf", lambda *_, **__: saved / "config.json")
+    model = timm.create_model("hf-hub:someone/vit@v2", pretrained=True).eval()
+    assert torch.equal(outputs(model), outputs(converted[0]))
+    assert (asked["repository"], asked["revision"], asked["allow_patterns"]) == ("someone/vit", "v2", list(FILES))
+    assert torch.equal(outputs(load("hf-hub:someone/vit")), outputs(converted[0])) and asked["revision"] is None
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload_folder)
+    address = push_to_hub(converted[0], "hf-hub:someone/vit", private=True, token="secret", dtype="float16")
+    assert address == "https://huggingface.co/someone/vit/commit/1"
+    assert torch.equal(outputs(load(tmp_path / "uploaded")), outputs(copy.deepcopy(converted[0]).half()))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(CheckpointError, match=r"^someone/vit cannot be had from the Hugging Face hub: 401 Client Error$"):
+        load("hf-hub:someone/vit@v2")
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", refuse)
+    with pytest.raises(CheckpointError, match=r"^the model cannot be pushed to someone/vit: 401 Client Error$"):
+        push_to_hub(converted[0], "someone/vit")
+
+
+def test_vit_pytorch_keeps_head_and_size(tmp_path: Path) -> None:
+    from vit_pytorch import ViT
+
+    model = install_random(ViT(**VIT_PYTORCH), base="vit_pytorch:ViT", base_args=VIT_PYTORCH)
+    save(model, tmp_path / "model")
+    assert torch.equal(outputs(create(tmp_path / "model", num_classes=5)), outputs(model))
+    for arguments in ({"num_classes": 4}, {"img_size": 32}, {"features_only": True}):
+        with pytest.raises(CheckpointError, match=next(iter(arguments))):
+            create(tmp_path / "model", **arguments)

@@ -1,4 +1,4 @@
-"""Saving: a folder appears complete or not at all, only a checkpoint is replaced, and what could not be loaded is refused before."""
+"""Saving: a folder appears complete or not at all, only a checkpoint is replaced, and the card claims no more than is known."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +17,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
 
-from flysurgery.checkpoint import check_folder, load, save
+from flysurgery.checkpoint import build_base, check_folder, load, save, save_dense, vouch_for_weights
 from flysurgery.checkpoint.config import PROCESSOR
 from flysurgery.checkpoint.folder import FILES, new_folder
 from flysurgery.errors import CheckpointError
-from tests.checkpoint.conftest import ARGUMENTS, BASE, Converted, install_random, read_weights, sha256, small_model, snapshot
+from flysurgery.fidelity import Fidelity
+from flysurgery.inference import convert
+from flysurgery.surgery import Report
+from tests.checkpoint.conftest import VIT_PYTORCH, Converted, install_random, read_weights, sha256, snapshot
+from tests.support.models import VIT, VIT_ARGUMENTS, images, vit
 from tests.support.processes import kills, run_apart
 
 # The package has a function of the module's name, so the module is asked for by its full name.
@@ -80,7 +86,7 @@ def test_what_is_no_checkpoint_stays_and_a_checkpoint_needs_force(
 
 
 def test_force_replaces_a_checkpoint_though_it_is_damaged(folder: Path) -> None:
-    other = install_random(small_model())
+    other = install_random(vit())
     with pytest.raises(CheckpointError, match=EXISTS):
         check_folder(folder)
     assert check_folder(folder, force=True) == folder.resolve()
@@ -155,11 +161,11 @@ def test_what_a_killed_save_left_goes_with_the_next_one(tmp_path: Path) -> None:
 
 
 def of_base(base: str, **arguments: Any) -> nn.Module:
-    return install_random(small_model(), base=base, base_args=arguments)
+    return install_random(vit(), base=base, base_args=arguments)
 
 
 def changed(what: str) -> nn.Module:
-    dense = small_model()
+    dense = vit()
     if what == "no base":
         dense.pretrained_cfg = {}
     model = install_random(dense)
@@ -175,12 +181,12 @@ def changed(what: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "facts"),
     [
-        (small_model, ["not converted"]),
+        (vit, ["not converted"]),
         (lambda: changed("device").to("meta"), ["meta device"]),
         (lambda: changed("no base"), ["base=", "base_args="]),
-        (lambda: of_base(BASE), ["the plan says 96x32, the model has 576x192", "base_args="]),
-        (lambda: of_base(BASE, **{**ARGUMENTS, "depth": 3}), ["missing: blocks.2"]),
-        (lambda: of_base(BASE, **{**ARGUMENTS, "depth": 1}), ["no module of that name", "blocks.1"]),
+        (lambda: of_base(VIT), ["the plan says 96x32, the model has 576x192", "base_args="]),
+        (lambda: of_base(VIT, **{**VIT_ARGUMENTS, "depth": 3}), ["missing: blocks.2"]),
+        (lambda: of_base(VIT, **{**VIT_ARGUMENTS, "depth": 1}), ["no module of that name", "blocks.1"]),
         (lambda: of_base("vit_pytorch:ViT"), ["vit_pytorch:ViT cannot be built"]),
         (lambda: changed("buffer"), ["buffers", "blocks.0.scale"]),
         (lambda: changed("norm"), ["norm.weight"]),
@@ -206,7 +212,7 @@ def content(folder: Path) -> str:
 def write_and_be_killed(home: Path, replaces: bool) -> None:
     """A model is there as a whole or not at all; the old one stays until the new one is whole, and between two renames is beside."""
     target = home / "deep" / "model"
-    old_model, new_model = (install_random(small_model(depth=1, num_classes=classes)) for classes in (7, 8))
+    old_model, new_model = (install_random(vit(depth=1, num_classes=classes)) for classes in (7, 8))
     contents = []
     for model in (new_model, old_model):
         save(model, target, force=True)
@@ -232,3 +238,73 @@ def write_and_be_killed(home: Path, replaces: bool) -> None:
 @pytest.mark.parametrize("replaces", [True, False])
 def test_killed_at_any_moment(replaces: bool, tmp_path: Path) -> None:
     run_apart(write_and_be_killed, tmp_path, replaces)
+
+
+TAGGED = f"{VIT}.augreg_in21k_ft_in1k"
+FOUND = Fidelity(102, 0.97112, 0.954, 0.25, 0.5, (("blocks.0", 0.11), ("blocks.1", 0.222)))
+UNKNOWN = "Its fidelity is unknown"
+
+
+def card_of(folder: Path, model: nn.Module, report: Any) -> str:
+    save(model, folder, report=report, force=True)
+    return (folder / "README.md").read_text()
+
+
+def described(base: str = VIT, **changes: Any) -> tuple[nn.Module, Report]:
+    arguments = {**(VIT_ARGUMENTS if ":" not in base else VIT_PYTORCH), **changes}
+    model = build_base(base, arguments).eval()
+    return model, convert(model, base=base, base_args=arguments)
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> Converted:
+    model = vit()
+    return model, convert(model, base=VIT, base_args=VIT_ARGUMENTS, calibrate=images(12))
+
+
+def test_the_fidelity_is_what_was_measured_last_or_unknown(converted: Converted, calibrated: Converted, tmp_path: Path) -> None:
+    card = card_of(tmp_path / "m", *converted)
+    assert UNKNOWN in card and "Fidelity to the dense model" not in card and "output errors" not in card
+    model, report = calibrated
+    facts = replace(report, fidelity=FOUND).to_json()
+    card = card_of(tmp_path / "m", model, facts)
+    numbers = "output cosine 0.971, token cosine 0.954, relative error 0.250, same top class 50.00%"
+    assert f"- Fidelity to the dense model on 102 held-out samples of calibration data: {numbers}\n" in card and UNKNOWN not in card
+    errors = [row.calibration.output_error for row in report.replaced if row.calibration is not None]
+    assert f"- Relative output errors of the layers as calibrated, on held-out samples: {min(errors):.3f} to {max(errors):.3f}\n" in card
+    card = card_of(tmp_path / "m", model, replace(report, fidelity=replace(FOUND, output_cosine=float("nan"))))
+    assert "output cosine no number, token cosine 0.954" in card, "JSON has no NaN"
+    run = {"data": "photos", "teacher": "dense", "scratch": False, "images": 6400, "updates": 100, "before": None, "after": None}
+    card = card_of(tmp_path / "m", model, facts | {"finetune": run})
+    assert UNKNOWN in card and "samples of calibration data, before any fine-tuning: output cosine 0.971" in card
+    end = {"fidelity_after": replace(FOUND, output_cosine=0.99, samples=40).to_json()}
+    card = card_of(tmp_path / "m", model, facts | {"finetune": run | end})
+    line = "- Fine-tuned on 6,400 images of photos in 100 updates, with dense as teacher; fidelity to the teacher on 40 held-out images: "
+    assert UNKNOWN not in card and f"{line}output cosine 0.990, token cosine 0.954" in card
+
+
+def test_the_task_and_the_library_are_named(tmp_path: Path) -> None:
+    for classes, task in ((7, "image-classification"), (0, "image-feature-extraction")):
+        card = card_of(tmp_path / "m", *described(num_classes=classes))
+        assert card.startswith(f"---\nlibrary_name: timm\npipeline_tag: {task}\ntags:\n- {task}\n- timm\n- flysurgery\n---\n")
+    assert "\nvit_pytorch:ViT, with " in card_of(tmp_path / "v", *described("vit_pytorch:ViT"))
+    model = transformers.ViTModel(transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32))
+    card = card_of(tmp_path / "t", install_random(model), None)
+    assert "library_name: transformers" in card and 'transformers.ViTModel.from_pretrained("DIR")' in card
+
+
+def test_weights_from_elsewhere_claim_no_tag_and_no_licence(tmp_path: Path) -> None:
+    card = card_of(tmp_path / "m", *described(TAGGED))
+    assert "augreg" not in card and "apache" not in card and f"\n{VIT}, with " in card
+    save_dense(vit(), tmp_path / "dense", VIT, VIT_ARGUMENTS, force=False)
+    for name in ("m", "dense"):
+        data = json.loads((tmp_path / name / "config.json").read_text())["pretrained_cfg"]
+        assert not {"tag", "license", "url", "hf_hub_id"} & set(data) and data["mean"] == [0.5, 0.5, 0.5]
+
+
+def test_weights_that_are_known_to_be_published_are_named_and_stay_so(tmp_path: Path) -> None:
+    model = build_base(TAGGED, VIT_ARGUMENTS).eval()
+    vouch_for_weights(model)
+    line = f"- Converted from the weights `{TAGGED}`, licence apache-2.0\n"
+    assert line in card_of(tmp_path / "m", model, convert(model, base=TAGGED, base_args=VIT_ARGUMENTS))
+    assert line in card_of(tmp_path / "again", load(tmp_path / "m"), None)

@@ -22,13 +22,14 @@ from flysurgery.errors import SurgeryError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.surgery import plan_of
 from tests.checkpoint.conftest import refused, rewrite_config
+from tests.support.models import TRUNK
 
-TRUNK = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256, "image_size": 32, "patch_size": 8}
+IMAGES = TRUNK | {"image_size": 32}
 STAGES = {"image_size": 64, "embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}
 
 MODELS: dict[str, dict[str, Any]] = {
-    "ViTForImageClassification": TRUNK | {"id2label": {0: "cat", 1: "dog", 2: "fox"}},
-    "Dinov2WithRegistersModel": TRUNK,
+    "ViTForImageClassification": IMAGES | {"id2label": {0: "cat", 1: "dog", 2: "fox"}},
+    "Dinov2WithRegistersModel": IMAGES,
     "SwinForImageClassification": STAGES,
     "YolosForObjectDetection": TRUNK | {"image_size": [64, 64]},
     "ConvNextForImageClassification": {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 64, 64]},
@@ -87,7 +88,7 @@ def test_an_opened_model_is_no_quantized_one(folders: Path, kind: str, tmp_path:
 
 
 def test_models_that_share_a_configuration_are_converted_apart_and_it_is_as_before_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = transformers.ViTConfig(**TRUNK)
+    config = transformers.ViTConfig(**IMAGES)
     first, second = transformers.ViTModel(config).eval(), transformers.ViTModel(config).eval()
     plan = flysurgery.plan(first)
     flysurgery.apply(plan, first)
