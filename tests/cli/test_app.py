@@ -231,6 +231,7 @@ OPTIONS: list[tuple[tuple[object, ...], int, tuple[str, ...]]] = [
     (("--fidelity", 0.9, "--calibrate", "digits", "--dry-run"), 2, ("--dry-run", "leave one out")),
     (("--budget", 0.4, "--dry-run", "--plot", "p.png"), 2, ("--dry-run",)),
     (("--minutes", 1), 2, ("--minutes is the budget of --reconstruct",)),
+    (("--reconstruct", "--minutes", 0, "--calibrate", "digits", "--samples", 30), 2, ("minutes must be a positive number",)),
     (("--batch", 2), 2, ("--batch", "--measure")),
     (("--optimize",), 2, ("--optimize", "--measure")),
     (("--device", "cpu", "--measure", "--nblocks", 8), 2, ("so nblocks cannot", "measure")),
