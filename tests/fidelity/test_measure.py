@@ -7,13 +7,13 @@ import math
 from typing import Any
 
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import DataError
 from flysurgery.fidelity import Fidelity, measure_fidelity
 from flysurgery.walker import Cut, find_cuts, survey
+from tests.support.models import images, vit
 
 TOKENS = (Cut("tokens", "output", (2, 3, 4), "tokens"),)
 
@@ -31,16 +31,6 @@ class Toy(nn.Module):
         return self.tokens(x @ self.matrix)
 
 
-def timm_vit(**changes: object) -> nn.Module:
-    torch.manual_seed(0)
-    arguments = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 7, **changes}
-    return timm.create_model("vit_tiny_patch16_224", **arguments).eval()
-
-
-def images(samples: int = 6) -> Tensor:
-    return torch.randn(samples, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-
-
 def measured(student: nn.Module, teacher: nn.Module, inputs: Tensor, batch: int = 4) -> Fidelity:
     return measure_fidelity(student, teacher, inputs.split(batch), find_cuts(survey(teacher)))
 
@@ -52,7 +42,7 @@ def stream(model: Any, x: Tensor) -> list[Tensor]:
 
 
 def test_block_errors_are_those_of_the_stream_and_none_of_a_copy() -> None:
-    teacher, inputs, names = timm_vit(), images(), ["blocks.0", "blocks.1"]
+    teacher, inputs, names = vit(), images(), ["blocks.0", "blocks.1"]
     student = copy.deepcopy(teacher)
     found = measured(student, teacher, inputs)
     assert found.samples == 6 and found.relative_error == 0 and found.blocks == tuple((name, 0) for name in names)
@@ -90,7 +80,7 @@ def test_prefix_tokens_count_in_the_error_and_not_in_the_token_cosine() -> None:
 
 
 def test_batches_do_not_change_the_numbers_and_the_models_stay_as_they_are() -> None:
-    teacher = timm_vit().train()
+    teacher = vit().train()
     student = copy.deepcopy(teacher)
     with torch.no_grad():
         student.blocks[1].attn.proj.weight.zero_()
@@ -104,7 +94,7 @@ def test_batches_do_not_change_the_numbers_and_the_models_stay_as_they_are() -> 
 
 
 def test_images_of_one_colour_give_finite_numbers_and_outputs_that_are_no_numbers_are_not_enough() -> None:
-    teacher = timm_vit()
+    teacher = vit()
     student = copy.deepcopy(teacher)
     with torch.no_grad():
         student.blocks[0].mlp.fc1.weight.mul_(0.3)
@@ -119,9 +109,9 @@ def test_images_of_one_colour_give_finite_numbers_and_outputs_that_are_no_number
 
 def test_what_cannot_be_compared_is_refused() -> None:
     for student, batches, words in (
-        (timm_vit(), [], "hold no samples"),
-        (timm_vit(num_classes=5), [images()], r"shapes \(6, 5\) and \(6, 7\)"),
-        (timm_vit(), [torch.zeros(4, 3)], r"fails on inputs of shape \(4, 3\)"),
+        (vit(), [], "hold no samples"),
+        (vit(num_classes=5), [images()], r"shapes \(6, 5\) and \(6, 7\)"),
+        (vit(), [torch.zeros(4, 3)], r"fails on inputs of shape \(4, 3\)"),
     ):
         with pytest.raises(DataError, match=words):
-            measure_fidelity(student, timm_vit(), batches, ())
+            measure_fidelity(student, vit(), batches, ())

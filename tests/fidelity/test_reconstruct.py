@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 from vit_pytorch import ViT
@@ -21,6 +20,7 @@ from flysurgery.calibration import Samples
 from flysurgery.errors import DataError, OptionError, SurgeryError
 from flysurgery.fidelity import Settings, measure_fidelity, reconstruct
 from flysurgery.walker import Cut, find_cuts, survey
+from tests.support.models import vit
 from tests.support.processes import two_processes
 
 SHORT = Settings(minutes=60, batch=8)
@@ -40,8 +40,7 @@ def images(count: int, seed: int = 0) -> Tensor:
 
 
 def timm_model(width: int = 96, heads: int = 2) -> nn.Module:
-    torch.manual_seed(0)
-    return timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32, embed_dim=width, num_heads=heads, num_classes=5).eval()
+    return vit(img_size=32, patch_size=16, embed_dim=width, num_heads=heads)
 
 
 def vit_pytorch_model() -> nn.Module:
