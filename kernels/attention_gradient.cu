@@ -52,9 +52,14 @@ __device__ __forceinline__ void add_columns(Sums& sums, const Operands& given, i
 #pragma unroll
         for (int e = 0; e < 2; ++e) number[e] = OF_KEYS ? __uint_as_float(words[2 * e + which]) : own[h];
     };
-    const auto operand = [](u32 (&a)[4], const u32 (&halves)[N / 8][2], int s) {
+    const auto add = [&](float (&to)[kTiles][4], const u32 (&halves)[N / 8][2], u64 rows) {  // to += halves * rows, only queued
+        wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k) a[k] = halves[2 * s + k / 2][k % 2];
+        for (int s = 0; s < N / 16; ++s) {
+            const u32 a[4] = {halves[2 * s][0], halves[2 * s][1], halves[2 * s + 1][0], halves[2 * s + 1][1]};
+            multiply_rows(to, a, rows_further(rows, s * 16 * kRow), !first || s > 0);
+        }
+        wgmma_commit();
     };
     wgmma_fence();
     multiply_by_rows<N, 0>(scores, rows_descriptor(given.rows), columns);
@@ -80,14 +85,7 @@ __device__ __forceinline__ void add_columns(Sums& sums, const Operands& given, i
             if (OF_KEYS) p[n][h] = round2(scores[n][2 * h], scores[n][2 * h + 1]);
         }
     if constexpr (OF_KEYS) {
-        wgmma_fence();
-#pragma unroll
-        for (int s = 0; s < N / 16; ++s) {
-            u32 of_p[4];
-            operand(of_p, p, s);
-            multiply_rows(sums.of_p, of_p, rows_further(more_columns, s * 16 * kRow), !first || s > 0);
-        }
-        wgmma_commit();
+        add(sums.of_p, p, more_columns);
         wgmma_wait<1>();
     } else {
         wgmma_wait<0>();
@@ -100,14 +98,7 @@ __device__ __forceinline__ void add_columns(Sums& sums, const Operands& given, i
             of_query(n, h, shift, d, 1);
             ds[n][h] = round2(scores[n][2 * h] * (products[n][2 * h] - shift[0]), scores[n][2 * h + 1] * (products[n][2 * h + 1] - shift[1]));
         }
-    wgmma_fence();
-#pragma unroll
-    for (int s = 0; s < N / 16; ++s) {
-        u32 of_ds[4];
-        operand(of_ds, ds, s);
-        multiply_rows(sums.of_ds, of_ds, rows_further(columns, s * 16 * kRow), !first || s > 0);
-    }
-    wgmma_commit();
+    add(sums.of_ds, ds, columns);
     wgmma_wait<0>();
 }
 
