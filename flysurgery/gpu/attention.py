@@ -75,7 +75,7 @@ class RingAttention:
     @property
     def boxes(self) -> int:
         """Rows of the boxes by which the copy engine brings and fetches a slot, up to 256; 0 for float32, which threads bring."""
-        return self.rows // -(-self.rows // 256) if self.mode in HALVES else 0
+        return _box_rows(self.rows) if self.mode in HALVES else 0
 
     def defines(self, log_sums: bool = False) -> dict[str, int]:
         """The macros that the kernel is compiled with; ``log_sums`` says whether the kernel of halves writes them."""
@@ -97,6 +97,10 @@ def ring_attention(head: int, queries: int, keys: int, mode: str, shared_limit: 
     return (
         f"{queries} queries and {keys} keys of {head} features exceed {shared_limit} bytes of shared memory; PyTorch has a kernel for them"
     )
+
+
+def _box_rows(rows: int) -> int:
+    return rows // -(-rows // 256)
 
 
 def _up(count: int, unit: int) -> int:
@@ -204,7 +208,7 @@ class AttentionGradient:
     @property
     def boxes(self) -> int:
         """Rows of the boxes by which the copy engine brings a slot, up to 256."""
-        return self.rows // -(-self.rows // 256)
+        return _box_rows(self.rows)
 
     def defines(self) -> dict[str, int]:
         """The macros that the kernel is compiled with."""
