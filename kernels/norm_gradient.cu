@@ -1,21 +1,24 @@
 // The gradient of y = n * weight + bias, n = (x - mean) / deviation, over the last dimension. With h = g * weight:
-// dx = r + (h - mean(h) - n * mean(h * n)) / deviation, and sums over rows: g * n for the weight, g for the bias, and r.
+// dx = r + (h - mean(h) - n * mean(h * n)) / deviation, and sums over rows: g * n for the weight, and g for the bias.
 //
 // One warp a row, as in layer_norm.cu; moments are computed again, which costs nothing beside the memory. A warp takes every so many rows, the next
-// one of narrow rows on its way, so that its sums stay in registers; the block's eight warps add theirs up at the end, in a fixed order. Floor: x, g and r, read once, and dx.
+// one of narrow rows on its way, so that its sums stay in registers; the block's warps add theirs up at the end, in a fixed order. Floor: x, g and r,
+// read once, and dx.
 //
-// sums: (blocks, 3, COLUMNS) float32, to be added up over blocks. A null r stands for zeros.
+// sums: (blocks, 2, COLUMNS) float32, to be added up over blocks. A null r stands for zeros.
 // Defines: COLUMNS; MODE, the type of x, g, r and dx: 0 float16, 1 bfloat16, 2 float32. The weight is float32; a null one stands for ones.
 // Limits: sm_80 or newer; all rows lie one after the other and hold a multiple of 16 bytes, at most 1024 columns.
 #include "row_vectors.cuh"
 
-constexpr bool kAhead = kSteps * kWidth <= (MODE == 2 ? 16 : 24);  // wider rows need the registers
+constexpr int kHeld = kSteps * kWidth;                       // columns of a lane
+constexpr bool kAhead = kHeld <= (MODE == 2 ? 16 : 24);      // wider rows need the registers
+constexpr int kBlockWarps = kHeld <= 16 ? 2 * kWarps : kWarps;  // likewise; more of them keep more rows on their way
 
-extern "C" __global__ void __launch_bounds__(32 * kWarps) norm_gradient(
+extern "C" __global__ void __launch_bounds__(32 * kBlockWarps) norm_gradient(
     const char* x, const char* g, const char* r, const float* weight, char* dx, float* sums, long long rows, int eps_bits) {
-    __shared__ float parts[kWarps][COLUMNS];
+    __shared__ float parts[kBlockWarps][COLUMNS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float of_weight[kSteps][kWidth] = {}, of_bias[kSteps][kWidth] = {}, of_r[kSteps][kWidth] = {};
+    float of_weight[kSteps][kWidth] = {}, of_bias[kSteps][kWidth] = {};
     Vector<16> next_x[kSteps], next_g[kSteps], next_r[kSteps];
     auto read = [&](long long row) {
 #pragma unroll
@@ -28,9 +31,9 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) norm_gradient(
             }
     };
     wait_for_kernels_before();
-    long long row = (long long)blockIdx.x * kWarps + warp;
+    long long row = (long long)blockIdx.x * kBlockWarps + warp;
     if (kAhead) read(row);
-    for (; row < rows; row += (long long)gridDim.x * kWarps) {
+    for (; row < rows; row += (long long)gridDim.x * kBlockWarps) {
         if (!kAhead) read(row);
         float n[kSteps][kWidth] = {}, h[kSteps][kWidth] = {};
         Vector<16> beside[kSteps];
@@ -44,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) norm_gradient(
 #pragma unroll
                 for (int k = 0; k < kWidth; ++k) sum += n[step][k];
             }
-        if (kAhead) read(row + (long long)gridDim.x * kWarps);
+        if (kAhead) read(row + (long long)gridDim.x * kBlockWarps);
         const float scale = rsqrtf(center(n, sum, lane).y * (1.0f / COLUMNS) + __int_as_float(eps_bits));
         float of_h = 0.0f, of_product = 0.0f;
 #pragma unroll
@@ -66,14 +69,11 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) norm_gradient(
                 float out[kWidth] = {};
                 if (r != nullptr) spread(out, beside[step]);
 #pragma unroll
-                for (int k = 0; k < kWidth; ++k) {
-                    of_r[step][k] += out[k];
-                    out[k] = fmaf(fmaf(-n[step][k], along, h[step][k] - shift), scale, out[k]);
-                }
+                for (int k = 0; k < kWidth; ++k) out[k] = fmaf(fmaf(-n[step][k], along, h[step][k] - shift), scale, out[k]);
                 reinterpret_cast<Vector<16>*>(dx)[row * kVectors + step * 32 + lane] = rounded<16>(out);
             }
     }
-    sums += (long long)blockIdx.x * 3 * COLUMNS;
+    sums += (long long)blockIdx.x * 2 * COLUMNS;
     auto add_up = [&](const float (&own)[kSteps][kWidth], float* to) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -81,15 +81,14 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) norm_gradient(
 #pragma unroll
                 for (int k = 0; k < kWidth; ++k) parts[warp][(step * 32 + lane) * kWidth + k] = own[step][k];
         __syncthreads();
-        for (int column = threadIdx.x; column < COLUMNS; column += 32 * kWarps) {
+        for (int column = threadIdx.x; column < COLUMNS; column += 32 * kBlockWarps) {
             float sum = 0.0f;
 #pragma unroll
-            for (int w = 0; w < kWarps; ++w) sum += parts[w][column];
+            for (int w = 0; w < kBlockWarps; ++w) sum += parts[w][column];
             to[column] = sum;
         }
         __syncthreads();
     };
     add_up(of_weight, sums);
     add_up(of_bias, sums + COLUMNS);
-    if (r != nullptr) add_up(of_r, sums + 2 * COLUMNS);
 }

@@ -125,7 +125,7 @@ def _with_norm(
         for factor, bias in zip(tile.factors[1::2], biases, strict=True)
     )
     if shift is not None:
-        hidden_bias = hidden_bias + ks_einsum(ks_einsum(shift.double()[None], first.double()), second.double())[0].to(dtype)
+        hidden_bias = hidden_bias + ks_einsum(ks_einsum(shift[None], first), second)[0]
     if weight is not None:
         first = first * weight.view(tile.factors[0].a, 1, tile.factors[0].c, 1)
     return [first, second, *others], hidden_bias, out_bias

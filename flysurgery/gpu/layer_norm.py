@@ -13,7 +13,6 @@ from flysurgery.gpu.fused import packed, readable
 from flysurgery.gpu.kernel import current_stream, float_bits, rows_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.replay.recording import fresh
-from flysurgery.gpu.row_sums import sum_of_rows
 from flysurgery.gpu.weight_cache import derived
 
 _ROWS_OF_BLOCK = 8
@@ -105,18 +104,15 @@ def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, ep
     )
 
 
-_WARPS, _MOST_COLUMNS = 8, 1024
-_BLOCKS = 1
-"""Blocks of a multiprocessor. More would leave more parts of the sums."""
+_MOST_COLUMNS = 1024
 
 
 class NormGradient(NamedTuple):
-    """The gradients of x, of the norm's weight and bias, and the sum over rows of what came beside x, None where nothing did."""
+    """The gradients of x and of the norm's weight and bias."""
 
     x: Tensor  # shape: (rows, features)
     weight: Tensor  # shape: (features,), float32 or wider
     bias: Tensor  # shape: (features,), likewise
-    beside: Tensor | None  # shape: (features,), likewise
 
 
 def norm_gradient(
@@ -131,15 +127,21 @@ def norm_gradient(
     if not kernels_take(x) or layer_norm_obstacle(features, x.dtype) is not None or features > _MOST_COLUMNS:
         return _by_pytorch(x, gradient, weight, eps, beside)
     found, index = x.new_empty(x.shape), x.device.index
-    blocks = max(1, min(-(-rows // _WARPS), _BLOCKS * multiprocessors_of(index)))
-    sums = torch.empty((blocks, 3, features), dtype=torch.float32, device=x.device)
+    warps = _warps(features, x.dtype)
+    blocks = max(1, min(-(-rows // warps), multiprocessors_of(index)))  # more blocks would leave more parts of the sums
+    sums = torch.empty((blocks, 2, features), dtype=torch.float32, device=x.device)
     wide = None if weight is None else packed(weight.detach().float())
     operands = packed(x), packed(gradient), None if beside is None else packed(beside), wide, found, sums
     rows_kernel("norm_gradient", features, x.dtype, index).launch(
-        (blocks, 1, 1), (32 * _WARPS, 1, 1), 0, current_stream(index), *operands, rows, float_bits(eps), early=True
+        (blocks, 1, 1), (32 * warps, 1, 1), 0, current_stream(index), *operands, rows, float_bits(eps), early=True
     )
-    of_weight, of_bias, of_beside = sums.sum(0)
-    return NormGradient(found, of_weight, of_bias, None if beside is None else of_beside)
+    return NormGradient(found, *sums.sum(0))
+
+
+def _warps(features: int, dtype: torch.dtype) -> int:
+    """The warps of a block, as the kernel has them: more where a lane's columns leave them registers."""
+    columns = _VECTOR_BYTES // dtype.itemsize
+    return 16 if -(-features // (32 * columns)) * columns <= 16 else 8
 
 
 def _by_pytorch(x: Tensor, gradient: Tensor, weight: Tensor | None, eps: float, beside: Tensor | None) -> NormGradient:
@@ -150,5 +152,4 @@ def _by_pytorch(x: Tensor, gradient: Tensor, weight: Tensor | None, eps: float, 
     unit, weighted = (wide - mean) * scale, given if weight is None else given * weight.to(dtype)
     of_x = scale * (weighted - weighted.mean(-1, keepdim=True) - unit * (weighted * unit).mean(-1, keepdim=True))
     of_x = of_x if beside is None else of_x + beside
-    sums = (given * unit).sum(0), given.sum(0), None if beside is None else sum_of_rows(beside, dtype)
-    return NormGradient(of_x.to(x.dtype), *sums)
+    return NormGradient(of_x.to(x.dtype), (given * unit).sum(0), given.sum(0))

@@ -23,24 +23,26 @@ def sum_of_rows(
     """The sum of rows in ``dtype``, float32 or wider."""
     if not _has_kernel(dy) or dtype != torch.float32:
         return dy.sum(0, dtype=dtype)
-    return _launch(None, packed(dy), "none")
+    return _launch(None, packed(dy), "none").sum(0)
 
 
 def activation_gradient(
     u: Tensor,  # shape: (rows, features)
     gradient: Tensor,  # of activation(u), of the same shape
     activation: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # shapes: (rows, features) twice, (features,) in float32 or wider
-    """``activation(u)``, the gradient of u, and its sum over rows. The first two may be written in place of ``u`` and ``gradient``.
+) -> Tensor:  # shape: (parts, features), float32 or wider
+    """Put ``activation(u)`` in the place of u, and u's gradient in that of its own; give sums of parts of the latter's rows.
+
+    Both lie in memory row by row.
 
     Raises:
         KeyError: there is no such activation; ``gelu``, ``gelu_tanh`` and ``silu`` are.
     """
     if _has_kernel(u):
-        u, gradient = packed(u), packed(gradient)
-        return u, gradient, _launch(u, gradient, activation)
+        return _launch(u, gradient, activation)
     found, of_u = _BY_PYTORCH[activation](u, gradient)
-    return found, of_u, of_u.sum(0, dtype=torch.promote_types(u.dtype, torch.float32))
+    u.copy_(found)
+    return gradient.copy_(of_u).sum(0, keepdim=True, dtype=torch.promote_types(u.dtype, torch.float32))
 
 
 def _by_gelu(approximate: str, u: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +60,7 @@ def _has_kernel(x: Tensor) -> bool:
     return kernels_take(x) and gated_obstacle(x.shape[-1], x.dtype) is None
 
 
-def _launch(u: Tensor | None, gradient: Tensor, activation: str) -> Tensor:  # shape: (features,), float32
+def _launch(u: Tensor | None, gradient: Tensor, activation: str) -> Tensor:  # shape: (parts, features), float32
     (rows, features), index = gradient.shape, gradient.device.index
     strips = -(-features * gradient.element_size() // (_VECTOR_BYTES * _LANES))
     blocks = _BLOCKS * multiprocessors_of(index)
@@ -67,4 +69,4 @@ def _launch(u: Tensor | None, gradient: Tensor, activation: str) -> Tensor:  # s
     rows_kernel("row_sums", features, gradient.dtype, index, activation).launch(
         (strips, parts, 1), (_WARPS * _LANES, 1, 1), 0, current_stream(index), u, gradient, sums, rows, early=True
     )
-    return sums.sum(0)
+    return sums

@@ -21,6 +21,7 @@ from flysurgery.gpu.layer_norm import NormGradient, norm_gradient, present_norm
 from flysurgery.gpu.parts import FusedFactors, Gated, Linear, Norm, present
 from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
 from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
+from flysurgery.ops.branch import Branch
 from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward
 from flysurgery.ops.launches import whole_reason
 from flysurgery.ops.linear_residual import LinearResidual
@@ -75,7 +76,9 @@ class _Trained(torch.autograd.Function):
         doubt_trained(learning)
         with without_autocast(dy.device.type):
             flat = dy.reshape(-1, dy.shape[-1]).contiguous()
-            dx, found = _BACKWARD[type(operation)](flat, rows, operation, dense, {*map(id, learning)})
+            branch = Branch(dy.device)
+            dx, found = _BACKWARD[type(operation)](flat, rows, operation, dense, {*map(id, learning)}, branch)
+            branch.join()
         if isinstance(operation, LinearResidual):
             found = found._replace(residual=dy)
         gradients = [gradient if need else None for gradient, need in zip(found.tensors, needs, strict=True)]
@@ -89,13 +92,20 @@ def _gradients(
     group: tuple[Linear, ...],
     scale: Tensor | None,
     learning: set[int],  # the ids of tensors that do
-    of_bias: Tensor | None = None,  # the sum of dy over rows, where it is known
+    branch: Branch,
+    of_bias: Tensor | None = None,  # shape: (parts, out_features); its sum is that of dy over rows
 ) -> tuple[tuple[Linear, ...], Tensor | None]:
     """The gradients of linears and of the scale behind them; they themselves where none of them learns."""
     if not any(id(tensor) in learning for tensor in present(*[tensor for each in group for tensor in each.tensors], scale)):
         return group, scale
-    sums = sum_of_rows(dy, torch.promote_types(dy.dtype, torch.float32)) if of_bias is None else of_bias
-    return of_linears(summed(dy, x), sums, group, scale, dense.matrix)
+    return branch.run(_of_product, summed(dy, x), dy, dense, group, scale, of_bias)
+
+
+def _of_product(
+    of_weight: Tensor, dy: Tensor, dense: AsDense, group: tuple[Linear, ...], scale: Tensor | None, of_bias: Tensor | None
+) -> tuple[tuple[Linear, ...], Tensor | None]:
+    sums = sum_of_rows(dy, torch.promote_types(dy.dtype, torch.float32)) if of_bias is None else of_bias.sum(0)
+    return of_linears(of_weight, sums, group, scale, dense.matrix)
 
 
 def _of_norm(norm: Norm, found: NormGradient) -> Norm:
@@ -105,14 +115,17 @@ def _of_norm(norm: Norm, found: NormGradient) -> Norm:
 
 
 def _norm_linears(x: Tensor, given: NormLinears) -> tuple[Tensor, list[AsDense]]:
-    dense = as_dense(given.group, None, x.dtype)
-    return dense(present_norm(x, *given.norm)), [dense]
+    branch = Branch(x.device)
+    dense = branch.run(as_dense, given.group, None, x.dtype)
+    normed = present_norm(x, *given.norm)
+    branch.join()
+    return dense(normed), [dense]
 
 
 def _back_norm_linears(
-    dy: Tensor, x: Tensor, given: NormLinears, dense: Sequence[AsDense], learning: set[int]
+    dy: Tensor, x: Tensor, given: NormLinears, dense: Sequence[AsDense], learning: set[int], branch: Branch
 ) -> tuple[Tensor, NormLinears]:
-    group, _ = _gradients(dy, present_norm(x, *given.norm), dense[0], tuple(given.group), None, learning)
+    group, _ = _gradients(dy, present_norm(x, *given.norm), dense[0], tuple(given.group), None, learning, branch)
     found = norm_gradient(x, dy @ dense[0].weight, given.norm.weight, given.norm.eps)
     return found.x, NormLinears(_of_norm(given.norm, found), group)
 
@@ -123,36 +136,42 @@ def _linear_residual(x: Tensor, given: LinearResidual) -> tuple[Tensor, list[AsD
 
 
 def _back_linear_residual(
-    dy: Tensor, x: Tensor, given: LinearResidual, dense: Sequence[AsDense], learning: set[int]
+    dy: Tensor, x: Tensor, given: LinearResidual, dense: Sequence[AsDense], learning: set[int], branch: Branch
 ) -> tuple[Tensor, LinearResidual]:
-    (linear,), scale = _gradients(dy, x, dense[0], (given.linear,), given.scale, learning)
+    (linear,), scale = _gradients(dy, x, dense[0], (given.linear,), given.scale, learning, branch)
     return dy @ dense[0].weight, given._replace(linear=linear, scale=scale)
 
 
 def _feed_forward(x: Tensor, given: FeedForward) -> tuple[Tensor, list[AsDense]]:
     assert not isinstance(given.up, Gated), "training_reason says so"
     up, down = given.up, given.down
-    first, last = as_dense((up,), None, x.dtype), as_dense((down,), given.scale, x.dtype)
+    branch = Branch(x.device)
+    first, last = branch.run(as_dense, (up,), None, x.dtype), branch.run(as_dense, (down,), given.scale, x.dtype)
     if isinstance(up, FusedFactors) and isinstance(down, FusedFactors) and _has_kernel(x, given.norm, up, down):
-        return run_ffn(x, given.norm, up, down, given.activation, given.scale, given.residual, trains=True), [first, last]
-    y = last(ACTIVATIONS[given.activation](first(_normed(x, given.norm))))
+        y = run_ffn(x, given.norm, up, down, given.activation, given.scale, given.residual, trains=True)
+        branch.join()
+        return y, [first, last]
+    normed = _normed(x, given.norm)
+    branch.join()
+    y = last(ACTIVATIONS[given.activation](first(normed)))
     return y.add_(x) if given.residual else y, [first, last]
 
 
 def _back_feed_forward(
-    dy: Tensor, x: Tensor, given: FeedForward, dense: Sequence[AsDense], learning: set[int]
+    dy: Tensor, x: Tensor, given: FeedForward, dense: Sequence[AsDense], learning: set[int], branch: Branch
 ) -> tuple[Tensor, FeedForward]:
     assert not isinstance(given.up, Gated), "training_reason says so"
     (first, last), normed = dense, _normed(x, given.norm)
-    hidden, of_sums, of_bias = activation_gradient(first(normed), dy @ last.weight, given.activation)
-    (up,), _ = _gradients(of_sums, normed, first, (given.up,), None, learning, of_bias)
-    dx, beside, norm, sum_of_dy = of_sums @ first.weight, dy if given.residual else None, given.norm, None
+    hidden, of_sums = first(normed), dy @ last.weight
+    of_bias = activation_gradient(hidden, of_sums, given.activation)
+    (up,), _ = _gradients(of_sums, normed, first, (given.up,), None, learning, branch, of_bias)
+    (down,), scale = _gradients(dy, hidden, last, (given.down,), given.scale, learning, branch)
+    dx, beside, norm = of_sums @ first.weight, dy if given.residual else None, given.norm
     if norm is not None:
         found = norm_gradient(x, dx, norm.weight, norm.eps, beside)
-        dx, norm, sum_of_dy = found.x, _of_norm(norm, found), found.beside
+        dx, norm = found.x, _of_norm(norm, found)
     elif beside is not None:
         dx = dx + beside
-    (down,), scale = _gradients(dy, hidden, last, (given.down,), given.scale, learning, sum_of_dy)
     return dx, given._replace(norm=norm, up=up, down=down, scale=scale)
 
 
