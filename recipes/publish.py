@@ -3,7 +3,10 @@
     python recipes/publish.py build/attention.csv --table attention --into recipes/results/kernels_h200.csv
 
 The column ``table`` says of which table a row is; cells that a table has no column for are empty. Columns that no page reads are left out.
-Earlier rows of the same table and device are replaced; with --add they stay.
+Earlier rows of the same table and device are replaced; with --add they stay. With --fill all stay but those that say "left out", which
+give way to new rows of the same case and device:
+
+    python recipes/publish.py build/large_0.csv build/large_1.csv --fill --into recipes/results/patterns_h200.csv
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from pathlib import Path
 import pandas as pd
 import recipe
 
+from flysurgery.bench.measuring import MEASURED
 from flysurgery.bench.rows import check_file
 from flysurgery.errors import OptionError
 
@@ -37,12 +41,25 @@ def merged(earlier: pd.DataFrame, new: pd.DataFrame, *, add: bool = False) -> pd
     return rows[[*rows.columns.difference(STAMP, sort=False), *(name for name in STAMP if name in rows)]]
 
 
+def filled(earlier: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
+    """Earlier rows, where new ones take the places of those that say "left out". New ones that have no such place are dropped."""
+    key = [name for name in earlier if name in new and (name == "device" or name not in (*MEASURED, *STAMP))]
+    found = {tuple(row[name] for name in key): row for row in new.fillna("").to_dict("records")}
+    rows = earlier.to_dict("records")
+    for place, row in enumerate(rows):
+        instead = found.get(tuple(row[name] for name in key))
+        if instead is not None and row["status"].startswith("left out"):
+            rows[place] = {name: instead.get(name, "") for name in row}
+    return pd.DataFrame(rows, columns=earlier.columns)
+
+
 def main() -> None:
     parser = recipe.parser_of(__doc__)
     parser.add_argument("rows", type=Path, nargs="+", metavar="FILE", help="what recipes wrote")
     parser.add_argument("--into", type=Path, required=True, metavar="FILE", help="the file of results")
     parser.add_argument("--table", help="the table that the rows are of; without it there is no such column")
     parser.add_argument("--add", action="store_true", help="keep earlier rows of the same table and device")
+    parser.add_argument("--fill", action="store_true", help='put rows in the places of earlier ones that say "left out"')
     options = parser.parse_args()
     check_file(options.into, "--into")
     tables = [pd.read_csv(path, dtype=str, keep_default_na=False) for path in options.rows]
@@ -53,7 +70,8 @@ def main() -> None:
     if options.table is not None:
         new.insert(0, "table", options.table)
     earlier = pd.read_csv(options.into, dtype=str, keep_default_na=False) if options.into.exists() else pd.DataFrame()
-    merged(earlier, new, add=options.add).to_csv(options.into, index=False)
+    rows = filled(earlier, new) if options.fill else merged(earlier, new, add=options.add)
+    rows.to_csv(options.into, index=False)
 
 
 if __name__ == "__main__":

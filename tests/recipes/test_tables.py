@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,22 @@ def test_patterns_are_measured_in_both_layouts_and_the_claims_counted(run_recipe
     assert "2 of 2 measurements are left for the next run" in capsys.readouterr().out
     run_recipe(*small, "^1, 48, 48,", "--cases", "1:2", "--minutes", "1e-9")
     assert "1 of 1 measurements are left for the next run" in capsys.readouterr().out
+
+
+def test_rows_fill_the_places_that_were_left_out(run_program: Callable[..., None], tmp_path: Path) -> None:
+    results, rows = tmp_path / "results.csv", tmp_path / "rows.csv"
+    head = "a,mode,candidate,launch,status,median_ms,ratio_to_dense,date,device,commit\n"
+    results.write_text(
+        f'{head}1,fp32,dense,graph,"left out: 9 entries, zero",,,d,H200,x\n1,fp32,bmm,graph,ok,2.0,,d,H200,x\n'
+        "2,fp32,dense,graph,ok,3.0,1,d,H200,x\n3,fp32,dense,graph,left out: many,,,d,H200,x\n4,fp32,dense,graph,left out,,,d,H200,x\n"
+    )
+    rows.write_text(
+        "a,candidate,mode,launch,status,median_ms,date,device,driver,commit\n1,dense,fp32,eager,ok,5.0,e,H200,9,y\n"
+        "2,dense,fp32,eager,ok,7.0,e,H200,9,y\n3,dense,fp32,eager,ok,7.0,e,A100,9,y\n5,dense,fp32,eager,ok,7.0,e,H200,9,y\n"
+    )
+    before = results.read_text()
+    run_program("publish.py", rows, "--fill", "--into", results)
+    assert results.read_text() == before.replace('graph,"left out: 9 entries, zero",,,d,H200,x', "eager,ok,5.0,,e,H200,y")
 
 
 def test_claims_are_those_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
