@@ -6,8 +6,10 @@ The patterns follow the rule of their Appendix B.1.
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -15,11 +17,13 @@ import torch
 from recipe import Place, Run
 from torch import Tensor
 
-from flysurgery.bench import TIMED_MODES, Case, Record
+from flysurgery.bench import TIMED_MODES, Case, Record, in_mode, modes_of
 from flysurgery.bench.ceilings import work_of_factor
-from flysurgery.bench.measuring import checked_rows
+from flysurgery.bench.measuring import MOST_ERROR, NOISE, WORST_ERROR, checked_rows, relative_error
 from flysurgery.cli.tables import print_table
+from flysurgery.errors import first_line
 from flysurgery.factors import factor_to_dense, ks_einsum, to_blocks
+from flysurgery.inference.clock import between_events
 from flysurgery.ops import BACKENDS, Problem
 from flysurgery.patterns import Architecture, Pattern
 
@@ -34,26 +38,26 @@ CANDIDATES = ("dense", "bmm", "cuda", "einsum", "bsr", "sparse", PRODUCT_ONLY)
 
 CHECKED_ROWS = 128
 
-MOST_DENSE_ENTRIES = 1 << 25
-"""Larger dense matrices are left out: they would take most of the run."""
+MOST_ENTRIES = {
+    "dense": {"fp32": 1 << 25, "tf32": 1 << 25, "fp16": 1 << 30, "bf16": 1 << 30},
+    "sparse": {"fp32": 1 << 18, "tf32": 1 << 18},
+}
+"""Larger matrices, by their entries or in CSR their nonzeros, would take most of a run of ``patterns``. ``large_rows`` measures them."""
 
-MOST_DENSE_ENTRIES_OF_HALVES = 1 << 30
-"""The same on CUDA in fp16 and bf16, which take a fifteenth of float32's time."""
-
-MOST_CSR_ENTRIES = 1 << 18
-"""The same for matrices in CSR, whose products take tens of times as long as batched ones of as many operations."""
+LONG_MS = 1000.0
+"""Calls of ``large_rows`` that take longer are timed once."""
 
 
 def factor_case(place: Place, *, a: int, b: int, c: int, d: int, rows: int, mode: str, layout: str, candidates: tuple[str, ...]) -> Case:
     """One factor in one layout, weights uniform with variance 1/(3c) and Gaussian x."""
-    pattern = Pattern(a, b, c, d)
-    generator = torch.Generator(device=place.device).manual_seed(place.protocol.seed)
-    x = torch.randn(rows, pattern.in_features, generator=generator, device=place.device, dtype=TIMED_MODES[mode])
-    factor = torch.empty(pattern.factor_shape, device=place.device).uniform_(-(c**-0.5), c**-0.5, generator=generator).to(x.dtype)
-    checked = checked_rows(rows, CHECKED_ROWS)
+    pattern, checked = Pattern(a, b, c, d), checked_rows(rows, CHECKED_ROWS)
+    x, factor = x_and_factor(place, pattern, rows, mode)
     truth = ks_einsum(x[checked].double(), factor.double())
     problem = Problem(Architecture((pattern,)), rows, x.dtype, place.device.type, allow_tf32=mode == "tf32")
-    runs = {name: factor_run(name, factor, layout, problem) for name in candidates}
+    runs = {
+        name: "left out: the table large has it" if is_large(name, pattern, mode) else factor_run(name, factor, layout, problem)
+        for name in candidates
+    }
     arranged = x if layout == FIRST else x.T.contiguous()
     inputs, truths = dict.fromkeys(runs, arranged), dict.fromkeys(runs, truth)
     if PRODUCT_ONLY in runs:
@@ -61,6 +65,20 @@ def factor_case(place: Place, *, a: int, b: int, c: int, d: int, rows: int, mode
         truths[PRODUCT_ONLY] = truth.unflatten(1, (a, b, d))
     has_dense = not isinstance(runs.get("dense", ""), str)
     return Case(runs, inputs, truths, checked, work_of_factor(pattern, rows, x.element_size()), "dense" if has_dense else "bmm")
+
+
+def x_and_factor(place: Place, pattern: Pattern, rows: int, mode: str) -> tuple[Tensor, Tensor]:
+    """Gaussian x and uniform weights, the same in every call."""
+    generator = torch.Generator(device=place.device).manual_seed(place.protocol.seed)
+    x = torch.randn(rows, pattern.in_features, generator=generator, device=place.device, dtype=TIMED_MODES[mode])
+    largest = pattern.c**-0.5
+    return x, torch.empty(pattern.factor_shape, device=place.device).uniform_(-largest, largest, generator=generator).to(x.dtype)
+
+
+def is_large(name: str, pattern: Pattern, mode: str) -> bool:
+    """Whether ``large_rows`` measures it, and ``factor_case`` leaves it out."""
+    entries = pattern.nnz if name == "sparse" else pattern.in_features * pattern.out_features
+    return entries > MOST_ENTRIES.get(name, {}).get(mode, math.inf)
 
 
 def factor_run(name: str, factor: Tensor, layout: str, problem: Problem) -> Run | str:
@@ -71,12 +89,6 @@ def factor_run(name: str, factor: Tensor, layout: str, problem: Problem) -> Run 
     if name == PRODUCT_ONLY:
         return product_only(factor, layout)
     pattern = problem.architecture.patterns[0]
-    entries = pattern.in_features * pattern.out_features
-    halves = problem.device_type == "cuda" and problem.dtype.itemsize == 2
-    if name == "dense" and entries > (MOST_DENSE_ENTRIES_OF_HALVES if halves else MOST_DENSE_ENTRIES):
-        return f"left out: {entries:.1e} entries, nearly all zero"
-    if name == "sparse" and pattern.nnz > MOST_CSR_ENTRIES:
-        return f"left out: {pattern.nnz:.1e} entries, which take CSR longer than all others together"
     if name == "cuda" and layout == LAST:
         return "no: our kernels take batch-size-first, as models have it"
     reason = BACKENDS[name].can_run(problem)
@@ -147,6 +159,92 @@ def _shuffled(found: Iterable[tuple[int, tuple[int, int], int]]) -> list[Record]
     """Shuffled, so that every beginning is a random subset, to which runs that go on add."""
     small = [(a, b, c, d) for a, (b, c), d in found if ROWS * a * d * max(b, c) <= LIMIT and a * b * c * d <= LIMIT]
     return [dict(zip("abcd", pattern, strict=True)) for pattern in random.Random(0).sample(small, len(small))]
+
+
+def large_cases() -> list[Record]:
+    """What the table ``patterns`` leaves out: a dense matrix of each size, then matrices in CSR, each kind from the smallest on."""
+    found = time_patterns()
+    of_size = {Pattern(**each).shape: each for each in reversed(found)}
+    dense = [each for _, each in sorted(of_size.items(), key=lambda item: math.prod(item[0])) if is_large("dense", Pattern(**each), "fp32")]
+    sparse = sorted((each for each in found if is_large("sparse", Pattern(**each), "fp32")), key=lambda each: Pattern(**each).nnz)
+    return [each | {"candidate": name} for name, cases in (("dense", dense), ("sparse", sparse)) for each in cases]
+
+
+def large_rows(place: Place, *, a: int, b: int, c: int, d: int, candidate: str, rows: int) -> Iterator[Record]:
+    """The rows of one rival in all modes and both layouts, by few calls.
+
+    A dense product's time depends on the sizes alone, so all patterns whose matrix has the size have the time of this one. cuSPARSE's
+    CSR products have no TF32, so mode tf32 has the time of fp32. Their rows say so.
+    """
+    pattern, found = Pattern(a, b, c, d), dict[tuple[str, str], Record]()
+    others = (Pattern(**case) for case in time_patterns())
+    alike = [each for each in others if candidate == "dense" and each.shape == pattern.shape and each != pattern]
+    for mode, layout in itertools.product(modes_of("all", place.device), LAYOUTS):
+        head = {"mode": mode, "layout": layout}
+        if candidate == "sparse" and mode == "tf32":
+            yield _taken_over(found["fp32", layout], "fp32, as CSR has no TF32") | head
+        elif candidate == "sparse" or is_large(candidate, pattern, mode):
+            found[mode, layout] = row = large_row(place, pattern, candidate, rows, mode, layout) | head
+            yield row
+            for a, b, c, d in (each.factor_shape for each in alike):
+                yield _taken_over(row, f"{pattern}, a matrix of the same size") | {"a": a, "b": b, "c": c, "d": d}
+
+
+def _taken_over(row: Record, whose: str) -> Record:
+    return row | {"status": f"{row['status']}: the time of {whose}", "error": None} if row["median_ms"] else row
+
+
+def large_row(place: Place, pattern: Pattern, name: str, rows: int, mode: str, layout: str) -> Record:
+    """Check and time one rival: its error may be ``WORST_ERROR`` times that of bmm on the checked rows."""
+    problem = Problem(Architecture((pattern,)), rows, TIMED_MODES[mode], place.device.type, allow_tf32=mode == "tf32")
+    row: Record = {"launch": "eager", "error": None, "noise": None, "median_ms": None}
+    reason = BACKENDS[name].can_run(problem)
+    if reason is not None:
+        return row | {"status": reason}
+    with in_mode(mode), torch.no_grad():
+        x, factor = x_and_factor(place, pattern, rows, mode)
+        checked = checked_rows(rows, CHECKED_ROWS)
+        truth = ks_einsum(x[checked].double(), factor.double())
+        most = min(MOST_ERROR, WORST_ERROR * relative_error(BACKENDS["bmm"].bind((factor,), None)(x[checked]), truth))
+        few = x[checked]
+        if layout == LAST:
+            x, few = x.T.contiguous(), few.T.contiguous()
+        try:
+            run = factor_run(name, factor, layout, problem)
+            assert not isinstance(run, str)
+            samples, product = time_few_calls(run, x, few)
+            error = relative_error(product[checked], truth)
+        except RuntimeError as failure:
+            return row | {"status": f"failed: {first_line(failure)}"}
+    if not error <= most:
+        return row | {"status": f"wrong: relative error {error:.2g}", "error": error}
+    noise = max(samples) / min(samples) - 1 if len(samples) > 1 else None
+    noisy = noise is not None and noise > NOISE["cuda" if place.on_cuda else "cpu"]
+    status = f"noisy: two calls differ by {noise:.0%}" if noisy else "ok"
+    return row | {"status": status, "error": error, "noise": noise, "median_ms": min(samples)}
+
+
+def time_few_calls(run: Run, x: Tensor, few: Tensor) -> tuple[list[float], Tensor]:
+    """Milliseconds of two calls, of one where it takes more than ``LONG_MS``, and the last result.
+
+    An untimed call on ``few`` rows loads the kernel. The first call may wait for memory, so the shorter of both is what counts.
+    """
+    results, samples = list[Tensor](), list[float]()
+
+    def call() -> None:
+        results.clear()
+        results.append(run(x))
+
+    def by_clock() -> float:
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+
+    run(few)
+    sample = between_events(call, 1) if x.is_cuda else by_clock
+    while len(samples) < 2 and sum(samples) < LONG_MS:
+        samples.append(sample())
+    return samples, results[0]
 
 
 class Claim(NamedTuple):

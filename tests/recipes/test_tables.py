@@ -10,6 +10,7 @@ import timm
 import torch
 
 from flysurgery.bench.rows import read_table
+from flysurgery.patterns import Pattern
 from tests.recipes.conftest import RECIPES, RunRecipe, picture
 
 ONE_LINEAR = ("--model", "test_vit", "--arch", "monarch", "--protocol", "paper", "--unit", "linear N x N", "--candidates", "dense,bmm")
@@ -82,6 +83,75 @@ def test_patterns_are_measured_in_both_layouts_and_the_claims_counted(run_recipe
     assert "2 of 2 measurements are left for the next run" in capsys.readouterr().out
     run_recipe(*small, "^1, 48, 48,", "--cases", "1:2", "--minutes", "1e-9")
     assert "1 of 1 measurements are left for the next run" in capsys.readouterr().out
+
+
+def test_large_rivals_are_those_that_patterns_leave_out() -> None:
+    from paper_patterns import FIRST, factor_case, is_large, large_cases, time_patterns
+    from recipe import Place
+
+    cases = [(case["candidate"], Pattern(**{name: case[name] for name in "abcd"})) for case in large_cases()]
+    found = [Pattern(**case) for case in time_patterns()]
+    modes = ("fp32", "tf32", "fp16", "bf16")
+    large = {each.shape for each in found if any(is_large("dense", each, mode) for mode in modes)}
+    assert {each.shape for name, each in cases if name == "dense"} == large
+    assert {each for name, each in cases if name == "sparse"} == {each for each in found if is_large("sparse", each, "fp32")}
+    assert [name for name, _ in cases] == ["dense"] * 30 + ["sparse"] * 481
+    assert cases[0][1].shape == (12288, 3072) and cases[30][1].nnz == 294912 and cases[-1][1].nnz == 1 << 26
+    small = {"a": 1, "b": 1024, "c": 1024, "d": 4, "rows": 2, "mode": "fp32", "layout": FIRST}
+    runs = factor_case(Place(torch.device("cpu")), **small, candidates=("dense", "sparse", "bmm")).runs
+    assert runs["sparse"] == "left out: the table large has it" and callable(runs["dense"]) and callable(runs["bmm"])
+
+
+def test_large_rivals_are_timed_by_few_calls(run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = run_recipe("factors.py large", "--only", "sparse", "--cases", ":1")
+    assert [(row["mode"], row["layout"], bool(row["median_ms"])) for row in rows] == [
+        (mode, layout, mode == "fp32") for mode in ("fp32", "fp16", "bf16") for layout in ("first", "last")
+    ]
+    assert all(float(row["error"]) < 1e-6 and float(row["noise"]) >= 0 and row["status"].startswith(("ok", "noisy")) for row in rows[:2])
+    assert all("MKL multiplies sparse matrices in float32" in row["status"] for row in rows[2:])
+    monkeypatch.setattr("paper_patterns.large_row", None)
+    assert run_recipe("factors.py large", "--only", "sparse", "--cases", ":1") == rows, "nothing is measured again"
+
+
+def test_large_rivals_of_one_size_and_without_tf32_share_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import paper_patterns as patterns
+    from recipe import Place
+
+    place, sizes = Place(torch.device("cpu")), {"a": 1, "b": 8, "c": 4, "d": 2, "rows": 5}
+    alike = [{"a": 1, "b": 8, "c": 4, "d": 2}, {"a": 2, "b": 8, "c": 4, "d": 1}, {"a": 1, "b": 4, "c": 4, "d": 2}]
+    monkeypatch.setattr(patterns, "time_patterns", lambda: alike)
+    monkeypatch.setattr(patterns, "modes_of", lambda *_: ("fp32", "tf32"))
+    monkeypatch.setattr(patterns, "MOST_ENTRIES", {"dense": {"fp32": 100}})
+    own, other, *last = patterns.large_rows(place, **sizes, candidate="dense")
+    assert len(last) == 2 and "a" not in own and [other[name] for name in "abcd"] == [2, 8, 4, 1]
+    assert other["median_ms"] == own["median_ms"] > 0 and other["error"] is None and 0 < own["error"] < 1e-6
+    assert other["status"] == f"{own['status']}: the time of (1,8,4,2), a matrix of the same size"
+    fp32, _, tf32, _ = patterns.large_rows(place, **sizes, candidate="sparse")
+    assert tf32["median_ms"] == fp32["median_ms"] and (tf32["mode"], tf32["layout"]) == ("tf32", "first")
+    assert tf32["status"] == f"{fp32['status']}: the time of fp32, as CSR has no TF32"
+
+
+def test_large_rivals_that_are_wrong_or_fail_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import paper_patterns as patterns
+    from recipe import Place
+
+    right = patterns.factor_run
+
+    def wrong(*arguments: object) -> Callable[[torch.Tensor], torch.Tensor]:
+        run = right(*arguments)  # pyright: ignore
+        return lambda x: 1.01 * run(x)
+
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("no such kernel\nat line 3")
+
+    arguments = (Place(torch.device("cpu")), Pattern(2, 4, 4, 2), "sparse", 5, "fp32", "last")
+    monkeypatch.setattr(patterns, "LONG_MS", 1e-6)
+    row = patterns.large_row(*arguments)
+    assert row["status"] == "ok" and row["median_ms"] > 0 and row["noise"] is None, "one long call"
+    for run, status in ((wrong, "wrong: relative error 0.01"), (fails, "failed: no such kernel")):
+        monkeypatch.setattr(patterns, "factor_run", run)
+        row = patterns.large_row(*arguments)
+        assert row["status"] == status and row["median_ms"] is None
 
 
 def test_rows_fill_the_places_that_were_left_out(run_program: Callable[..., None], tmp_path: Path) -> None:
