@@ -20,9 +20,9 @@
 //
 // Defines: IN_FEATURES, OUT_FEATURES, MODE (0 fp16, 1 bf16), ACTIVATION (exact_activation.cuh), RESIDUAL, MOMENTS, COLUMNS, STAGES.
 // Limits: sm_90a; IN_FEATURES a multiple of 64, OUT_FEATURES one of COLUMNS; rows of x, y and the residual begin at multiples of 16 bytes.
+#include "cluster_ring.cuh"
 #include "exact_activation.cuh"
 #include "instructions.cuh"
-#include "tensor_map.cuh"
 #include "wgmma.cuh"
 #include "wgmma_rows.cuh"
 
@@ -34,17 +34,7 @@ constexpr int kBox = 32, kBoxes = COLUMNS / kBox, kBoxBytes = 64 * kBox * 2, kUn
 constexpr int kRegisters = 240, kBringing = 24;  // of a multiplying thread, and of a loading thread; together all registers
 static_assert(IN_FEATURES % 64 == 0 && OUT_FEATURES % COLUMNS == 0 && 384 % COLUMNS == 0 && COLUMNS % kBox == 0, "whole stages, tiles and boxes");
 
-// The n-th stage of a block, and the slot that it passes through.
-struct Ring {
-    u32 slots, arrived, freed;
-    __device__ __forceinline__ u32 slot(int n) const { return slots + n % STAGES * kSlot; }
-    __device__ __forceinline__ u32 arrival(int n) const { return arrived + n % STAGES * 8; }
-    __device__ __forceinline__ void wait_arrived(int n) const { barrier_wait(arrival(n), n / STAGES & 1); }
-    __device__ __forceinline__ void wait_freed(int n) const { barrier_wait(freed + n % STAGES * 8, ~(n / STAGES) & 1); }
-    __device__ __forceinline__ void free(int n, int lane) const {  // by a warp, in all blocks of the cluster
-        if (lane < kCluster) cluster_arrive(freed + n % STAGES * 8, lane);
-    }
-};
+using Ring = ClusterRing<STAGES, kSlot, kCluster>;
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 dense_stream(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap residual, const __grid_constant__ TensorMap y,
@@ -58,7 +48,7 @@ dense_stream(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     const u32 come = ring.freed + 8 * STAGES, gone = come + 16 * kUnits;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) barrier_init(ring.arrived + 8 * s, 1), barrier_init(ring.freed + 8 * s, 4 * kCluster);
+        ring.prepare();
         for (int u = 0; u < 2 * kUnits; ++u) barrier_init(come + 8 * u, 1);
         for (int u = 0; u < kUnits; ++u) barrier_init(gone + 8 * u, 128);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

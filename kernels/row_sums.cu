@@ -1,5 +1,5 @@
 // Sums of g over rows, the gradient of a bias. With an activation, in place, u becomes act(u) and g becomes du = g * act'(u), and the sums are those
-// of du. All in float32, rounded once; GELU by erf of bf16 and its slope take the hardware's tanh, as activation.cuh has it.
+// of du. All in float32, rounded once.
 //
 // A thread keeps one vector of 16 bytes of columns and walks down the rows of its block, several at once, so that its sums stay in registers; the
 // block's eight warps add theirs up at the end, in a fixed order. blockIdx: vectors of columns in steps of 32, parts of the rows. Floor: u and g, read and written.
@@ -7,38 +7,8 @@
 // sums: (parts, COLUMNS) float32, one row for each part of the rows, to be added up.
 // Defines: COLUMNS; MODE: 0 fp16, 1 bf16, 2 float32; ACTIVATION: 0 none, with u null, 1 GELU by erf, 2 GELU by tanh, 3 SiLU.
 // Limits: sm_80 or newer; all rows lie one after the other and hold a multiple of 16 bytes.
-#include "exact_activation.cuh"
+#include "activation_slope.cuh"
 #include "row_vectors.cuh"
-
-constexpr float kLog2e = 1.4426950408889634f;
-
-// act(v) and, in `slope`, its derivative.
-__device__ __forceinline__ float with_slope(float v, float& slope) {
-    if constexpr (ACTIVATION == 1 && MODE == 1) {  // as activation.cuh has it: bfloat16 is coarser than the hardware's tanh
-        const float square = v * v, s = fminf(0.25f * square, 16.0f);
-        const float share = fmaf(0.5f, fast_tanh(0.5f * v * fmaf(fmaf(-0.0112683984f, s, 0.29607574f), s, 1.59500737f)), 0.5f);
-        slope = fmaf(v, 0.39894228040143268f * exp2_fast(-0.5f * kLog2e * square), share);
-        return v * share;
-    }
-    if constexpr (ACTIVATION == 1) {
-        const float y = gelu(v), density = 0.39894228040143268f * exp2_fast(-0.5f * kLog2e * v * v);
-        // act(v) = v * share, for the share of a normal variable below v
-        const float share = fabsf(v) > 1e-3f ? __fdividef(y, v) : 0.5f + 0.39894228040143268f * v;
-        slope = fmaf(v, density, share);
-        return y;
-    }
-    if constexpr (ACTIVATION == 2) {
-        // the larger of share and rest, of sum 1, loses nothing beside the smaller
-        const float twice = 1.5957691216057308f * fmaf(0.044715f * v, v * v, v), e = __expf(-fabsf(twice)), larger = 1.0f / (1.0f + e);
-        const float share = twice > 0.0f ? larger : e * larger, rest = twice > 0.0f ? e * larger : larger;
-        const float rise = 1.5957691216057308f * fmaf(0.134145f * v, v, 1.0f);
-        slope = fmaf(v * share * rest, rise, share);
-        return v * share;
-    }
-    const float share = __fdividef(1.0f, 1.0f + __expf(-v));
-    slope = share * fmaf(v, 1.0f - share, 1.0f);
-    return v * share;
-}
 
 constexpr int kTogether = ACTIVATION == 0 ? 8 : 2;  // rows whose loads are on their way at once
 

@@ -8,7 +8,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-P, T = ParamSpec("P"), TypeVar("T")
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 
 class Branch:
@@ -23,7 +24,7 @@ class Branch:
         self._main = torch.cuda.current_stream(device) if captures else None
         self._kept = list[object]()
 
-    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(self, function: Callable[Given, Found], *args: Given.args, **kwargs: Given.kwargs) -> Found:
         """Queue a function. Its result may be read after ``join``. Its arguments are kept until then, as others would take their memory."""
         if self._main is None:
             return function(*args, **kwargs)

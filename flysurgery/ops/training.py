@@ -17,6 +17,7 @@ from flysurgery.gpu.device import kernels_take
 from flysurgery.gpu.doubt import doubt_trained
 from flysurgery.gpu.ffn import run_ffn
 from flysurgery.gpu.gradients import summed
+from flysurgery.gpu.hidden_gradient import hidden_gradient_takes, hidden_image, run_hidden_gradient
 from flysurgery.gpu.layer_norm import NormGradient, norm_gradient, present_norm
 from flysurgery.gpu.parts import FusedFactors, Gated, Linear, Norm, present
 from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
@@ -28,6 +29,9 @@ from flysurgery.ops.linear_residual import LinearResidual
 from flysurgery.ops.norm_linears import NormLinears
 from flysurgery.ops.ways import Operation
 from flysurgery.torch_state import is_tracing, refuse_second_derivative, without_autocast
+
+Kept = Sequence[Any]
+"""What the backward pass needs besides x and the operation's own tensors: tensors and None."""
 
 
 def training_reason(x: Tensor, operation: Operation) -> str | None:
@@ -58,10 +62,10 @@ class _Trained(torch.autograd.Function):
     def forward(ctx: Any, operation: Any, x: Tensor, *tensors: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         with without_autocast(x.device.type):
-            y, dense = _FORWARD[type(operation)](rows, operation)
+            y, kept = _FORWARD[type(operation)](rows, operation)
         if isinstance(operation, LinearResidual):
             operation = operation._replace(residual=x.new_empty(0))  # it is never read again
-        ctx.save_for_backward(rows, *operation.tensors, *[tensor for each in dense for tensor in each])
+        ctx.save_for_backward(rows, *operation.tensors, *kept)
         ctx.operation, ctx.shape = operation, x.shape
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))  # no view for autograd, so that q, k and v are its views
 
@@ -70,14 +74,12 @@ class _Trained(torch.autograd.Function):
         refuse_second_derivative()
         operation, (_, needs_x, *needs) = ctx.operation, ctx.needs_input_grad
         rows, *saved = ctx.saved_tensors  # which raises if one of the operation's tensors has been written to
-        saved = saved[len(needs) :]
-        dense = [AsDense(*saved[start : start + 3]) for start in range(0, len(saved), 3)]
         learning = [tensor for tensor, need in zip(operation.tensors, needs, strict=True) if need]
         doubt_trained(learning)
         with without_autocast(dy.device.type):
             flat = dy.reshape(-1, dy.shape[-1]).contiguous()
             branch = Branch(dy.device)
-            dx, found = _BACKWARD[type(operation)](flat, rows, operation, dense, {*map(id, learning)}, branch)
+            dx, found = _BACKWARD[type(operation)](flat, rows, operation, saved[len(needs) :], {*map(id, learning)}, branch)
             branch.join()
         if isinstance(operation, LinearResidual):
             found = found._replace(residual=dy)
@@ -114,56 +116,63 @@ def _of_norm(norm: Norm, found: NormGradient) -> Norm:
     return Norm(of_weight, None if norm.bias is None else found.bias.to(norm.bias.dtype), norm.eps)
 
 
-def _norm_linears(x: Tensor, given: NormLinears) -> tuple[Tensor, list[AsDense]]:
+def _norm_linears(x: Tensor, given: NormLinears) -> tuple[Tensor, Kept]:
     branch = Branch(x.device)
     dense = branch.run(as_dense, given.group, None, x.dtype)
     normed = present_norm(x, *given.norm)
     branch.join()
-    return dense(normed), [dense]
+    return dense(normed), (*dense, normed)
 
 
 def _back_norm_linears(
-    dy: Tensor, x: Tensor, given: NormLinears, dense: Sequence[AsDense], learning: set[int], branch: Branch
+    dy: Tensor, x: Tensor, given: NormLinears, kept: Kept, learning: set[int], branch: Branch
 ) -> tuple[Tensor, NormLinears]:
-    group, _ = _gradients(dy, present_norm(x, *given.norm), dense[0], tuple(given.group), None, learning, branch)
-    found = norm_gradient(x, dy @ dense[0].weight, given.norm.weight, given.norm.eps)
+    dense, normed = AsDense(*kept[:3]), kept[3]
+    group, _ = _gradients(dy, normed, dense, tuple(given.group), None, learning, branch)
+    found = norm_gradient(x, dy @ dense.weight, given.norm.weight, given.norm.eps)
     return found.x, NormLinears(_of_norm(given.norm, found), group)
 
 
-def _linear_residual(x: Tensor, given: LinearResidual) -> tuple[Tensor, list[AsDense]]:
+def _linear_residual(x: Tensor, given: LinearResidual) -> tuple[Tensor, Kept]:
     dense = as_dense((given.linear,), given.scale, x.dtype)
-    return dense(x).add_(given.residual.reshape(-1, given.residual.shape[-1])), [dense]
+    return dense(x).add_(given.residual.reshape(-1, given.residual.shape[-1])), dense
 
 
 def _back_linear_residual(
-    dy: Tensor, x: Tensor, given: LinearResidual, dense: Sequence[AsDense], learning: set[int], branch: Branch
+    dy: Tensor, x: Tensor, given: LinearResidual, kept: Kept, learning: set[int], branch: Branch
 ) -> tuple[Tensor, LinearResidual]:
-    (linear,), scale = _gradients(dy, x, dense[0], (given.linear,), given.scale, learning, branch)
-    return dy @ dense[0].weight, given._replace(linear=linear, scale=scale)
+    dense = AsDense(*kept)
+    (linear,), scale = _gradients(dy, x, dense, (given.linear,), given.scale, learning, branch)
+    return dy @ dense.weight, given._replace(linear=linear, scale=scale)
 
 
-def _feed_forward(x: Tensor, given: FeedForward) -> tuple[Tensor, list[AsDense]]:
+def _feed_forward(x: Tensor, given: FeedForward) -> tuple[Tensor, Kept]:
     assert not isinstance(given.up, Gated), "training_reason says so"
     up, down = given.up, given.down
     branch = Branch(x.device)
     first, last = branch.run(as_dense, (up,), None, x.dtype), branch.run(as_dense, (down,), given.scale, x.dtype)
+    takes = hidden_gradient_takes(x, *last.weight.shape)
+    kept = (*first, *last, branch.run(hidden_image, first.weight, last.weight) if takes else None)
     if isinstance(up, FusedFactors) and isinstance(down, FusedFactors) and _has_kernel(x, given.norm, up, down):
         y = run_ffn(x, given.norm, up, down, given.activation, given.scale, given.residual, trains=True)
         branch.join()
-        return y, [first, last]
+        return y, kept
     normed = _normed(x, given.norm)
     branch.join()
     y = last(ACTIVATIONS[given.activation](first(normed)))
-    return y.add_(x) if given.residual else y, [first, last]
+    return y.add_(x) if given.residual else y, kept
 
 
 def _back_feed_forward(
-    dy: Tensor, x: Tensor, given: FeedForward, dense: Sequence[AsDense], learning: set[int], branch: Branch
+    dy: Tensor, x: Tensor, given: FeedForward, kept: Kept, learning: set[int], branch: Branch
 ) -> tuple[Tensor, FeedForward]:
     assert not isinstance(given.up, Gated), "training_reason says so"
-    (first, last), normed = dense, _normed(x, given.norm)
-    hidden, of_sums = first(normed), dy @ last.weight
-    of_bias = activation_gradient(hidden, of_sums, given.activation)
+    first, last, image, normed = AsDense(*kept[:3]), AsDense(*kept[3:6]), kept[6], _normed(x, given.norm)
+    if image is None:
+        hidden, of_sums = first(normed), dy @ last.weight
+        of_bias = activation_gradient(hidden, of_sums, given.activation)
+    else:
+        (hidden, of_sums), of_bias = run_hidden_gradient(normed, dy, image, first.bias, given.activation), None
     (up,), _ = _gradients(of_sums, normed, first, (given.up,), None, learning, branch, of_bias)
     (down,), scale = _gradients(dy, hidden, last, (given.down,), given.scale, learning, branch)
     dx, beside, norm = of_sums @ first.weight, dy if given.residual else None, given.norm

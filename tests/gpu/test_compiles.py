@@ -22,8 +22,8 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu import attention as attention_kernels
+from flysurgery.gpu import hidden_gradient, layer_norm, row_sums, weight_space
 from flysurgery.gpu import kernel as kernels
-from flysurgery.gpu import layer_norm, row_sums, weight_space
 from flysurgery.gpu.compile import Compiled, compile_cubin, kernel_path
 from flysurgery.gpu.factor_by_factor import run_wide_ffn
 from flysurgery.gpu.gated import run_gated
@@ -55,6 +55,7 @@ SPILLED_BYTES = {
     "ffn_floats": 96,  # outside of the loop over pieces of hidden units
     "block_linear": 96,  # three classes of outputs at once, and activations in float32
     "dense_linear": 64,  # patches of 8x8: their few inputs leave room for the widest tile
+    "hidden_gradient": 24,
     "few_rows": 8,  # as many registers as let two blocks run at once
     "attention": 24,
     "single_factor": 12,
@@ -178,6 +179,17 @@ def of_norms_and_activations(dtype: torch.dtype) -> Call:
     return call, (x, g, weight)
 
 
+def of_hidden_units(features: int, hidden: int, dtype: torch.dtype) -> Call:
+    x, dy, bias = (normal(*shape, dtype=dtype) for shape in ((300, features), (300, features), (hidden,)))
+    first, last = normal(hidden, features, dtype=dtype), normal(features, hidden, dtype=dtype)
+
+    def call() -> None:
+        for activation in ("gelu", "gelu_tanh", "silu"):
+            hidden_gradient.run_hidden_gradient(x, dy, hidden_gradient.hidden_image(first, last), bias, activation)
+
+    return call, (x, dy, bias, first, last)
+
+
 def of_attention(batch: int, tokens: int, dtype: torch.dtype) -> Call:
     parts = [normal(batch, 6, tokens, 64, dtype=dtype) for _ in range(5)]
     q, k, v, y, dy = parts
@@ -225,6 +237,10 @@ CALLS: dict[str, Callable[[], Call]] = {
     "gradients of three": lambda: gradients(BFLOAT, (1, 192, 48, 2), (2, 48, 192, 1), linears=3),
     "gradients of odd sizes": lambda: gradients(FLOAT, (2, 6, 4, 3), (3, 8, 5, 1), linears=1),
     **{f"gradients of {n} tokens": lambda n=n, dtype=dtype: of_attention(30, n, dtype) for n, dtype in ((197, BFLOAT), (257, HALF))},
+    **{
+        f"gradients of hidden units of {dtype}": lambda n=n, dtype=dtype: of_hidden_units(n, 4 * n, dtype)
+        for n, dtype in ((384, BFLOAT), (768, HALF))
+    },
     **{f"gradients of norms of {dtype}": lambda dtype=dtype: of_norms_and_activations(dtype) for dtype in (HALF, BFLOAT, FLOAT)},
 }
 

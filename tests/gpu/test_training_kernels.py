@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import flysurgery
 from flysurgery.factors import factors_to_dense
+from flysurgery.gpu.hidden_gradient import hidden_gradient_takes, hidden_image, run_hidden_gradient
 from flysurgery.gpu.layer_norm import norm_gradient, present_norm
 from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
 from flysurgery.gpu.weight_space import multiplied_out
@@ -74,6 +75,24 @@ def test_activations_and_their_gradients(activation: str, dtype: torch.dtype) ->
     assert_rounded(u, y.detach(), dtype)
     assert_rounded(g, of_u, dtype)
     assert distance(sums.sum(0), of_u.sum(0)) < (1e-3 if dtype == torch.bfloat16 else 1e-6)  # whose slopes are approximate
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize(("rows", "features", "hidden"), [(1, 64, 128), (1001, 384, 1536), (25216, 64, 256)])
+def test_hidden_units_and_their_gradients(rows: int, features: int, hidden: int, activation: str, dtype: torch.dtype) -> None:
+    x, dy, bias = (normal(*shape).to(dtype) for shape in ((rows, features), (rows, features + 1), (hidden,)))
+    dy = dy[:, :-1]
+    first, last = (normal(*shape).div(features**0.5).to(dtype) for shape in ((hidden, features), (features, hidden)))
+    assert hidden_gradient_takes(x, features, hidden) and not hidden_gradient_takes(x, features + 64, hidden)
+    u = functional.linear(x.double(), first.double(), bias.double()).requires_grad_()
+    y = ACTIVATIONS[activation](u)
+    (of_u,) = torch.autograd.grad(y, u, dy.double() @ last.double())
+    h, du = run_hidden_gradient(x, dy, hidden_image(first, last), bias, activation)
+    assert_rounded(h, y.detach(), dtype)
+    assert distance(du, of_u) < ROUNDED[dtype]
+    alone, _ = run_hidden_gradient(x, dy, hidden_image(first, last), None, activation)
+    assert_rounded(alone, ACTIVATIONS[activation](functional.linear(x.double(), first.double())), dtype)
 
 
 @DTYPES

@@ -1,0 +1,177 @@
+// What the backward pass of a feed-forward block needs of its hidden units, in one launch: h = act(u) for u = x W1ᵀ + b, and du = (dy W2) * act'(u).
+//
+//     turns of two warpgroups:   x W1ᵀ of A │ x W1ᵀ of B │ dy W2 of A │ dy W2 of B │ x W1ᵀ of the next A │ …
+//     meanwhile the other:                  │ h of A     │ h of B     │ du of A    │ du of B
+//
+// A warpgroup computes 128 rows and 128 hidden units of both products, one after the other, in the same registers: slopes wait for the second product as
+// float16. One of two warpgroups multiplies, straight from shared memory, while the other finishes what it has. A thread of a third loads 64
+// features of the rows and of the weights at a time, STAGES of them ahead. Two blocks, a cluster, take the same hidden units, and each
+// loads half of the weights for both.
+//
+// A slot: 128 rows of 64 halves, in the order of wgmma_rows.cuh, then a panel of weights: core matrices of wgmma.cuh. The image (flysurgery/gpu/hidden_gradient.py)
+// has the panels of W1, then of W2, for each 128 hidden units, in an order of columns that gives a lane 8 neighbours of each 32.
+//
+// Floor: both products, or the bytes of x, dy, h and du.
+//
+// x, dy: (rows, FEATURES); bias: (HIDDEN,) or null; h, du: (rows, HIDDEN). All are halves.
+// Defines: FEATURES, HIDDEN, MODE (0 fp16, 1 bf16), ACTIVATION (activation_slope.cuh), STAGES.
+// Limits: sm_90a; FEATURES a multiple of 64, HIDDEN one of 128; rows begin at multiples of 16 bytes.
+#include "activation_slope.cuh"
+#include "cluster_ring.cuh"
+#include "wgmma.cuh"
+#include "wgmma_rows.cuh"
+
+constexpr int kUnits = 2, kRows = 64 * kUnits, kColumns = 128;
+constexpr int kCluster = 2, kThreads = 3 * 128;
+constexpr int kStages = FEATURES / 64, kTiles = kColumns / 8, kColumnTiles = HIDDEN / kColumns;
+constexpr int kPanel = kColumns * 128, kSlot = kRows * 128 + kPanel;
+constexpr int kRegisters = 240, kBringing = 24;  // of a multiplying thread, and of a loading thread; together all registers
+static_assert(FEATURES % 64 == 0 && HIDDEN % kColumns == 0, "whole stages and tiles");
+
+using Ring = ClusterRing<STAGES, kSlot, kCluster>;
+using Sums = float[kUnits][kTiles][4];
+
+// Two slopes as float16, the first in the low half.
+__device__ __forceinline__ u32 two_slopes(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ float slope_of(u32 two, int which) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)(which ? two >> 16 : two)));
+    return f;
+}
+
+// A warpgroup's turn: the stages from the n-th on.
+__device__ __forceinline__ void multiply(Sums& sums, const Ring& ring, int n, int warpgroup, int lane) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u)
+#pragma unroll
+        for (int c = 0; c < kTiles; ++c)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[u][c][e] = 0.0f;
+    named_barrier_wait(1 + warpgroup, 256);  // who had the turn before has seen all that came before arrive
+#pragma unroll 1
+    for (int s = 0; s < kStages; ++s, ++n) {
+        ring.wait_arrived(n);
+        const u64 a = rows_descriptor(ring.slot(n)), b = wgmma_descriptor(ring.slot(n) + kRows * 128, kColumns);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+#pragma unroll
+            for (int u = 0; u < kUnits; ++u) WgmmaShared<kColumns>::add(sums[u], a + ((u * 8192 + k * 32) >> 4), b + (k * kColumns * 32 >> 4));
+        wgmma_commit();
+        wgmma_wait<1>();  // the stage before is multiplied
+        if (s > 0) ring.free(n - 1, lane);
+    }
+    named_barrier_arrive(2 - warpgroup, 256);
+    wgmma_wait<0>();
+    ring.free(n - 1, lane);
+}
+
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy, const char* __restrict__ image, const u16* __restrict__ bias,
+                u16* __restrict__ h, u16* __restrict__ du, long long rows) {
+    extern __shared__ __align__(1024) char memory[];
+    // slots | biases of all hidden units, float32 | barriers
+    Ring ring;
+    ring.slots = shared_address(memory);
+    const u32 biases = ring.slots + STAGES * kSlot;
+    ring.arrived = biases + HIDDEN * 4, ring.freed = ring.arrived + 8 * STAGES;
+    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) {
+        ring.prepare();
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    wait_for_kernels_before();
+    for (int c = threadIdx.x; c < HIDDEN; c += kThreads) store_shared(biases + 4 * c, __float_as_uint(bias == nullptr ? 0.0f : widen(bias[c])));
+    __syncthreads();
+    cluster_sync();
+    const int rank = blockIdx.x % kCluster, clusters = gridDim.x / kCluster, first = blockIdx.x / kCluster;
+    const int tiles = (int)((rows + kCluster * kRows - 1) / (kCluster * kRows)) * kColumnTiles;  // of a cluster
+    const auto row_of = [&](int tile) { return (tile / kColumnTiles * kCluster + rank) * kRows; };
+
+    if (warp >= 8) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kBringing));
+        if (warp == 8 && lane == 0) {
+            int n = 0;
+#pragma unroll 1
+            for (int pair = first; pair < tiles; pair += 2 * clusters)
+#pragma unroll 1
+                for (int turn = 0; turn < 4; ++turn) {
+                    const int tile = pair + turn % 2 * clusters, second = turn / 2;
+                    if (tile >= tiles) continue;
+                    const char* panel = image + (long long)(tile % kColumnTiles * 2 + second) * kStages * kPanel + rank * (kPanel / kCluster);
+#pragma unroll 1
+                    for (int s = 0; s < kStages; ++s, ++n, panel += kPanel) {
+                        ring.wait_freed(n);
+                        barrier_expect(ring.arrival(n), kSlot);
+                        copy_box(ring.slot(n), second ? dy : x, s * 64, row_of(tile), ring.arrival(n));
+                        copy_bulk_to_all<kCluster>(ring.slot(n) + kRows * 128 + rank * (kPanel / kCluster), panel, kPanel / kCluster, ring.arrival(n));
+                    }
+                }
+        }
+        cluster_sync();  // no block ends while another arrives at its barriers
+        return;
+    }
+
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+    const int warpgroup = warp / 4, g = lane >> 2, t = lane & 3;
+    if (warpgroup == 1) named_barrier_arrive(1, 256);  // it is the other's turn
+    int n = 0;
+#pragma unroll 1
+    for (int pair = first; pair < tiles; pair += 2 * clusters) {
+        const int tile = pair + warpgroup * clusters, turns = pair + clusters < tiles ? 2 : 1;
+        if (tile >= tiles) {
+            named_barrier_wait(2, 256);  // it leaves its turn to the other
+            named_barrier_arrive(1, 256);
+            break;
+        }
+        const int row = row_of(tile) + warp % 4 * 16 + g, column = tile % kColumnTiles * kColumns + t * 8;
+        Sums sums;
+        u32 slopes[kUnits][kTiles][2];
+        multiply(sums, ring, n + warpgroup * kStages, warpgroup, lane);
+#pragma unroll
+        for (int r = 0; r < kColumns / 32; ++r) {
+            float shift[8];
+#pragma unroll
+            for (int k = 0; k < 8; k += 4) load_shared(reinterpret_cast<u32*>(shift) + k, biases + (column + r * 32 + k) * 4);
+#pragma unroll
+            for (int u = 0; u < kUnits; ++u)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    Vector<16> out;
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        float slope[2], value[2];
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) value[e] = with_slope(sums[u][r * 4 + k][2 * half + e] + shift[2 * k + e], slope[e]);
+                        out.w[k] = round2(value[0], value[1]);
+                        slopes[u][r * 4 + k][half] = two_slopes(slope[0], slope[1]);
+                    }
+                    const long long at = row + u * 64 + half * 8;
+                    if (at < rows) store_now(h + at * HIDDEN + column + r * 32, out);
+                }
+        }
+        multiply(sums, ring, n + (turns + warpgroup) * kStages, warpgroup, lane);
+#pragma unroll
+        for (int r = 0; r < kColumns / 32; ++r)
+#pragma unroll
+            for (int u = 0; u < kUnits; ++u)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    Vector<16> out;
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        const float(&own)[4] = sums[u][r * 4 + k];
+                        const u32 two = slopes[u][r * 4 + k][half];
+                        out.w[k] = round2(own[2 * half] * slope_of(two, 0), own[2 * half + 1] * slope_of(two, 1));
+                    }
+                    const long long at = row + u * 64 + half * 8;
+                    if (at < rows) store_now(du + at * HIDDEN + column + r * 32, out);
+                }
+        n += 2 * turns * kStages;
+    }
+    cluster_sync();
+}
