@@ -19,7 +19,7 @@ from flysurgery.gpu.weight_cache import make_to_keep
 from flysurgery.patterns import Architecture, Pattern
 
 _TILE, _THREADS_OF_GRADIENTS = 32, 512  # as the kernel of gradients has them
-_THREADS, _ROWS = 128, 8  # as the kernel of products has them
+_THREADS, _MOST_BYTES = 128, 48 * 1024  # as the kernel of products has them; of shared memory
 
 
 def factor_gradients(
@@ -67,8 +67,8 @@ def _gradients_by_kernel(dw: Tensor, factors: Sequence[Tensor], linears: int, ar
 
 
 @lru_cache(maxsize=256)
-def _kernel(name: str, architecture: Architecture, dtype: torch.dtype, linears: int, device_index: int) -> Kernel:
-    return load_kernel(name, macros(architecture, dtype, linears), device_index)
+def _kernel(name: str, architecture: Architecture, dtype: torch.dtype, linears: int, device_index: int, **more: int) -> Kernel:
+    return load_kernel(name, macros(architecture, dtype, linears) | more, device_index)
 
 
 def macros(architecture: Architecture, dtype: torch.dtype, linears: int) -> dict[str, int]:
@@ -105,19 +105,26 @@ def multiplied_out(
     """The products of the factors, one linear below the other. No gradients."""
     length = len(factors) // linears
     dtype, *others = {factor.dtype for factor in factors}
-    if length == 2 and kernels_take(factors[0]) and dtype in DTYPE_NUMBERS and not others:
-        return _multiplied_by_kernel([factor.contiguous() for factor in factors], linears)
+    rows = rows_of_product(architecture_of(factors[:length]))
+    if length == 2 and rows and kernels_take(factors[0]) and dtype in DTYPE_NUMBERS and not others:
+        return _multiplied_by_kernel([factor.contiguous() for factor in factors], linears, rows)
     wide = [factor.detach().to(torch.promote_types(factor.dtype, torch.float32)) for factor in factors]
     return torch.cat([factors_to_dense(wide[start : start + length]) for start in range(0, len(factors), length)])
 
 
-def _multiplied_by_kernel(factors: Sequence[Tensor], linears: int) -> Tensor:
+def rows_of_product(architecture: Architecture) -> int:
+    """How many outputs a block of the kernel of products has: as many as leave room in shared memory; 0 where no number does."""
+    return next((rows for rows in (16, 8, 4) if 4 * architecture.patterns[0].c * (rows + 4) <= _MOST_BYTES), 0)
+
+
+def _multiplied_by_kernel(factors: Sequence[Tensor], linears: int, rows: int) -> Tensor:
     architecture, index = architecture_of(factors[:2]), factors[0].device.index
     found = torch.empty((linears * architecture.out_features, architecture.in_features), dtype=torch.float32, device=factors[0].device)
-    left = architecture.patterns[0]
-    grid = -(-architecture.in_features // _THREADS), left.a * -(-left.b // _ROWS) * left.d, linears
+    left, right = architecture.patterns
+    each = 2 if right.d == 1 and right.c % 2 == 0 else 1
+    grid = -(-architecture.in_features // (each * _THREADS)), left.a * -(-left.b // rows) * left.d, linears
     operands = _table(shared_features, architecture, index), found, *factors[::2], *factors[1::2]
-    kernel = _kernel("multiply_out", architecture, factors[0].dtype, linears, index)
+    kernel = _kernel("multiply_out", architecture, factors[0].dtype, linears, index, ROWS=rows)
     kernel.launch(grid, (_THREADS, 1, 1), 0, current_stream(index), *operands)
     return found
 
