@@ -1,8 +1,8 @@
 """Fused operations with gradients: what stands between two attentions, forward and backward, in dense products and few other launches.
 
-The forward pass keeps an operation's input alone, so one launch may make a whole feed-forward block. The backward pass computes norms and
-hidden units again: a product costs less than to write and to read what it gives. It multiplies factors out, because the sum over rows of
-their gradients is a dense product anyway.
+The forward pass keeps an operation's input, and the norm before q, k and v, so one launch may make a whole feed-forward block. The backward
+pass computes hidden units again: a product costs less than to write and to read what it gives. It multiplies factors out, because the sum
+over rows of their gradients is a dense product anyway.
 """
 
 from __future__ import annotations
