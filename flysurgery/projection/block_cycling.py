@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from time import perf_counter
-from types import EllipsisType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,9 +68,10 @@ def cycle_together(
     products: dict[int, Tensor] = {}
     going = list(range(len(errors)))
     for sweep in range(sweeps + 1):
-        is_last = sweep == sweeps or cycle.grid.column_classes == 1
+        is_last = sweep == sweeps or len(cycle.parts) == 1
         done = [at for at, number in enumerate(going) if is_last or _has_come_to_rest(errors[number], enough)]
-        products |= {going[at]: cycle.grid.scatter(state.left[at] @ state.right[at]) for at in done}
+        if done:
+            products |= {going[at]: cycle.grid.scatter(product) for at, product in zip(done, state.product[done], strict=True)}
         if len(done) == len(going):
             break
         if done:
@@ -89,40 +90,48 @@ def _has_come_to_rest(errors: Sequence[float], enough: float) -> bool:
     return len(errors) > 1 and errors[-1] >= (1 - enough) * errors[-2]
 
 
-@dataclass(frozen=True)
-class _State:
-    """The factors as each row class meets them, with zeros where it has fewer inner indices than the largest; ``inner`` is the number of
-    column classes times the largest rank."""
+class _State(NamedTuple):
+    """The factors block by block, with zeros where a block has fewer inner indices than the largest ``rank``."""
 
-    left: Tensor  # shape: (problems, row classes, b1, inner)
-    right: Tensor  # shape: (problems, row classes, inner, n)
-    spread: Tensor  # right G, shape: (problems, row classes, inner, n)
+    left: Tensor  # shape: (problems, row classes, b1, column classes, rank)
+    right: Tensor  # shape: (problems, row classes, column classes, rank, c2)
+    spread: Tensor  # right G, shape: (problems, row classes, column classes, rank, n)
+
+    @property
+    def product(self) -> Tensor:  # shape: (problems, row classes, b1, n)
+        return torch.einsum("prbck,prckq->prbcq", self.left, self.right).flatten(3)
 
 
-@dataclass(frozen=True)
-class _Problems:
+class _Problems(NamedTuple):
     """What does not change; rows and columns sorted by their class, and all in float64."""
 
     weight: Tensor  # shape: (problems, row classes, b1, n)
-    gram: Tensor  # shape: (problems, n, n)
+    gram: Tensor  # shape: (problems, column classes, c2, n)
     pull: Tensor  # W G, shape: (problems, row classes, b1, n)
     roots: Tensor  # of the diagonal blocks of G, shape: (problems, column classes, c2, c2)
     whole: Tensor  # tr(W G Wᵀ), shape: (problems,)
+
+    def state(self, left: Tensor, right: Tensor) -> _State:
+        return _State(left, right, torch.einsum("prckq,pcqn->prckn", right, self.gram).contiguous())
 
     def errors(self, state: _State) -> list[float]:
         return self.squared(state).sqrt().tolist()
 
     def squared(self, state: _State) -> Tensor:  # shape: (problems,)
-        lost = ((self.weight - state.left @ state.right) * (self.pull - state.left @ state.spread)).sum((1, 2, 3))
+        lost = ((self.weight - state.product) * (self.pull - _summed(state.left, state.spread))).sum((1, 2, 3))
         return lost.clamp_min(0) / self.whole
 
-    def better(self, one: _State, other: _State) -> _State:
-        is_other = (self.squared(other) <= self.squared(one))[:, None, None, None]
-        return _State(*(new.where(is_other, old) for old, new in zip(_each(one, ...), _each(other, ...), strict=True)))
+
+def _each(tensors: Sequence[Tensor], numbers: list[int]) -> list[Tensor]:
+    return [tensor[numbers] for tensor in tensors]
 
 
-def _each(of: _Problems | _State, index: list[int] | EllipsisType) -> list[Tensor]:
-    return [getattr(of, field.name)[index] for field in fields(of)]
+def _summed(
+    left: Tensor,  # shape: (problems, row classes, b1, column classes, rank)
+    rows: Tensor,  # shape: (problems, row classes, column classes, rank, n)
+) -> Tensor:  # shape: (problems, row classes, b1, n)
+    """The product of both, summed over the column classes."""
+    return left.flatten(3) @ rows.flatten(2, 3)
 
 
 class _Cycle:
@@ -130,49 +139,57 @@ class _Cycle:
 
     def __init__(self, architecture: Architecture) -> None:
         self.grid = Grid(architecture)
-        self.size = architecture.patterns[1].c
-        self.rank = int(self.grid.ranks().max())
-        self.is_kept = torch.arange(self.rank) < self.grid.ranks().mT[..., None]  # (column classes, row classes, rank)
-        self.parts = [slice(start, start + self.size) for start in range(0, self.size * self.grid.column_classes, self.size)]
+        ranks, size = self.grid.ranks(), architecture.patterns[1].c
+        self.rank = int(ranks.max())
+        self.is_kept = torch.arange(self.rank) < ranks[..., None]  # shape: (row classes, column classes, rank)
+        self.parts = [slice(start, start + size) for start in range(0, architecture.in_features, size)]  # of each column class
 
     def problems(self, matrices: Sequence[Tensor], grams: Sequence[Tensor]) -> _Problems:
         weight = torch.stack([self.grid.gather(matrix) for matrix in matrices])
-        columns = self.grid.columns().to(weight.device)
+        columns = self.grid.columns.order().to(weight.device)
         gram = torch.stack([gram[columns][:, columns] for gram in grams])
         pull = weight @ gram[:, None]
         roots = torch.linalg.cholesky(torch.stack([gram[:, part, part] for part in self.parts], dim=1))
         whole = (weight * pull).sum((1, 2, 3))
-        return _Problems(weight, gram, pull, roots, whole.where(whole > 0, 1.0))
+        return _Problems(weight, gram.unflatten(1, (len(self.parts), -1)), pull, roots, whole.where(whole > 0, 1.0))
 
     def start(self, problems: _Problems) -> _State:
-        blocks = problems.weight.unflatten(3, (-1, self.size)).permute(0, 3, 1, 2, 4)  # (problems, column classes, row classes, b1, c2)
-        plain = self._truncated(blocks, self.is_kept)
-        roots = problems.roots[:, :, None]
+        blocks = problems.weight.unflatten(3, (len(self.parts), -1)).transpose(2, 3)
+        left, right = self._truncated(blocks, self.is_kept)
+        plain = problems.state(left.transpose(2, 3), right)
+        roots = problems.roots[:, None]
         left, whitened = self._truncated(blocks @ roots, self.is_kept)
-        in_metric = left, torch.linalg.solve_triangular(roots, whitened, upper=False, left=False)
-        return problems.better(self._from_blocks(problems, *plain), self._from_blocks(problems, *in_metric))
+        right = torch.linalg.solve_triangular(roots, whitened, upper=False, left=False)
+        in_metric = problems.state(left.transpose(2, 3), right)
+        is_better = (problems.squared(in_metric) <= problems.squared(plain))[:, None, None, None, None]
+        return _State(*(new.where(is_better, old) for old, new in zip(plain, in_metric, strict=True)))
 
     def solve_left_factor(self, problems: _Problems, state: _State) -> _State:
-        system, target = state.spread @ state.right.mT, problems.weight @ state.spread.mT
+        before, spread = state.left.flatten(3), state.spread.flatten(2, 3)
+        by_class = spread.unflatten(3, (len(self.parts), -1))
+        system = torch.einsum("prmcq,prckq->prmck", by_class, state.right).flatten(3)
+        target = problems.weight @ spread.mT
         diagonal = system.diagonal(dim1=-2, dim2=-1)
         ridge = RIDGE * diagonal.mean(dim=-1, keepdim=True) + (diagonal == 0)
         factor, _ = torch.linalg.cholesky_ex(system + torch.diag_embed(ridge))
         left = torch.cholesky_solve(target.mT, factor).mT
-        step = left - state.left
-        rise = (step * (step @ system + 2 * (state.left @ system - target))).sum((1, 2, 3), keepdim=True)
-        return replace(state, left=left.where(rise <= 0, state.left))  # NaN where there was no solution
+        step = left - before
+        rise = (step * (step @ system + 2 * (before @ system - target))).sum((1, 2, 3), keepdim=True)
+        left = left.where(rise <= 0, before)  # NaN where there was no solution
+        return state._replace(left=left.unflatten(3, (len(self.parts), -1)))
 
     def visit_column_classes(self, problems: _Problems, state: _State) -> _State:
-        left, right, spread = state.left.clone(), state.right.clone(), state.spread.clone()
-        row_classes, b1 = left.shape[1:3]
+        left, right, spread = (each.clone() for each in state)
+        in_rows = (self.grid.rows.count, -1)
         for index, part in enumerate(self.parts):
-            inner, roots = self._inner(index), problems.roots[:, index]
-            left[..., inner] = 0
-            wanted = (problems.pull[..., part] - left @ spread[..., part]).flatten(1, 2)
+            left[..., index, :] = 0
+            wanted = (problems.pull[..., part] - _summed(left, spread[..., part])).flatten(1, 2)
+            roots = problems.roots[:, index]
             whitened = torch.linalg.solve_triangular(roots.mT, wanted, upper=True, left=False)
-            left[..., inner], rows = self._truncated(whitened.unflatten(1, (row_classes, b1)), self.is_kept[index])
+            left[..., index, :], rows = self._truncated(whitened.unflatten(1, in_rows), self.is_kept[:, index])
             rows = torch.linalg.solve_triangular(roots, rows.flatten(1, 2), upper=False, left=False)
-            self._put(right, spread, problems, index, rows.unflatten(1, (row_classes, -1)))
+            right[:, :, index] = rows.unflatten(1, in_rows)
+            spread[:, :, index] = (rows @ problems.gram[:, index]).unflatten(1, in_rows)
         return _State(left, right, spread)
 
     def _truncated(self, blocks: Tensor, is_kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,23 +197,6 @@ class _Cycle:
         left, right = truncated_product(blocks.flatten(0, -3), self.rank)
         right = right.unflatten(0, blocks.shape[:-2]) * is_kept.to(right)[..., None]
         return left.unflatten(0, blocks.shape[:-2]), right
-
-    def _from_blocks(self, problems: _Problems, left: Tensor, right: Tensor) -> _State:
-        """Put together what is given for each (problem, column class, row class)."""
-        of_rows = right.new_zeros(*problems.weight.shape[:2], len(self.parts) * self.rank, problems.gram.shape[-1])
-        spread = torch.empty_like(of_rows)
-        for index in range(len(self.parts)):
-            self._put(of_rows, spread, problems, index, right[:, index])
-        return _State(left.permute(0, 2, 3, 1, 4).flatten(3), of_rows, spread)
-
-    def _put(self, right: Tensor, spread: Tensor, problems: _Problems, index: int, rows: Tensor) -> None:
-        """Write a column class's ``rows`` of the right factor, shape (problems, row classes, largest rank, c2), and what goes with them."""
-        part, inner = self.parts[index], self._inner(index)
-        right[:, :, inner, part] = rows
-        spread[:, :, inner] = (rows.flatten(1, 2) @ problems.gram[:, part]).unflatten(1, rows.shape[1:3])
-
-    def _inner(self, index: int) -> slice:
-        return slice(index * self.rank, (index + 1) * self.rank)
 
 
 def low_ranks(
@@ -212,16 +212,13 @@ def low_ranks(
     Source: Izenman 1975, "Reduced-rank regression for the multivariate linear model".
     """
     started = perf_counter()
-    root, pull = torch.linalg.cholesky(gram), matrix @ gram
-    left, whitened = (each[0] for each in truncated_product((matrix @ root)[None], min(max(ranks), *matrix.shape)))
-    right = torch.linalg.solve_triangular(root, whitened, upper=False, left=False)
-    spread = right @ gram
-    whole = (matrix * pull).sum()
+    root = torch.linalg.cholesky(gram)
+    target = matrix @ root
+    left, rows = (each[0] for each in truncated_product(target[None], min(max(ranks), *matrix.shape)))
+    right = torch.linalg.solve_triangular(root, rows, upper=False, left=False)
     products = [left[:, :rank] @ right[:rank] for rank in ranks]
-    squared = [
-        ((matrix - product) * (pull - left[:, :rank] @ spread[:rank])).sum().clamp_min(0) / whole.where(whole > 0, 1.0)
-        for rank, product in zip(ranks, products, strict=True)
-    ]
-    errors = torch.stack(squared).sqrt().tolist()
+    whole = torch.linalg.vector_norm(target)
+    lost = torch.stack([torch.linalg.vector_norm(target - left[:, :rank] @ rows[:rank]) for rank in ranks])
+    errors = (lost / whole.where(whole > 0, 1.0)).tolist()
     seconds = (perf_counter() - started) / len(ranks)
     return [Fitted(product, (error,), seconds) for product, error in zip(products, errors, strict=True)]

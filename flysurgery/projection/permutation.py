@@ -13,7 +13,7 @@ from torch import Tensor
 from flysurgery.factors import factor_to_dense
 from flysurgery.patterns import Architecture
 from flysurgery.projection.block_cycling import SWEEPS, Fitted
-from flysurgery.projection.grid import Grid
+from flysurgery.projection.grid import Classes, Grid
 from flysurgery.projection.side_by_side import FitProblem, fit_side_by_side
 from flysurgery.projection.two_factor import two_factor
 from flysurgery.projection.workers import workers
@@ -38,16 +38,15 @@ class Side:
     columns: bool = False
 
     @property
-    def place_classes(self) -> Tensor:  # shape: (features,)
-        """The class that each place belongs to."""
+    def classes(self) -> Classes:
+        """Those of the places; the price of a place is that of its class."""
         grid = Grid(self.architecture)
-        return grid.column_class_of() if self.columns else grid.row_class_of()
+        return grid.columns if self.columns else grid.rows
 
     @property
     def is_indifferent(self) -> bool:
         """Whether all places are in one class, so that no order is better than another."""
-        grid = Grid(self.architecture)
-        return (grid.column_classes if self.columns else grid.row_classes) == 1
+        return self.classes.count == 1
 
     def reordered(self, order: Tensor) -> Side:
         """The side with feature ``order[i]`` at place i."""
@@ -118,14 +117,16 @@ def choose_orders(sharings: Sequence[Sharing]) -> list[Orders]:
             error = sum(squared for of_features in of_sharing for squared, _ in of_features)
             if error < lowest[number]:
                 lowest[number], best[number] = error, orders[number]
-        prices = [[[price for _, price in of_features] for of_features in of_sharing] for of_sharing in fits]
         with workers() as pool:
-            orders = list(pool.map(_next_order, sharings, orders, prices))
-    before = _full_errors(sharings, stay)
+            orders = list(pool.map(_next_order, sharings, orders, fits))
+    before = _fits(sharings, stay, SWEEPS, _squared_error)
     moved = [number for number in range(len(sharings)) if best[number] is not stay[number]]
-    after = dict(zip(moved, _full_errors([sharings[at] for at in moved], [best[at] for at in moved]), strict=True))
-    found = [Orders(best[at], before[at], after.get(at, before[at])) for at in range(len(sharings))]
-    return [each if each.lowers else Orders(stay[at], before[at], before[at]) for at, each in enumerate(found)]
+    confirmed = _fits([sharings[at] for at in moved], [best[at] for at in moved], SWEEPS, _squared_error)
+    found = [Orders(order, errors, errors) for order, errors in zip(stay, before, strict=True)]
+    for at, after in zip(moved, confirmed, strict=True):
+        better = Orders(best[at], before[at], after)
+        found[at] = better if better.lowers else found[at]
+    return found
 
 
 _Order: TypeAlias = tuple[Tensor, ...]
@@ -133,69 +134,55 @@ _Order: TypeAlias = tuple[Tensor, ...]
 T = TypeVar("T")
 
 
-def _fits(sharings: Sequence[Sharing], orders: Sequence[_Order], sweeps: int, finish: Callable[[Side, Fitted], T]) -> list[list[list[T]]]:
+def _fits(
+    sharings: Sequence[Sharing], orders: Sequence[_Order], sweeps: int, finish: Callable[[Side, Fitted], T]
+) -> list[tuple[tuple[T, ...], ...]]:
     """What ``finish`` makes of the fit of each side, by sharing and features."""
-    places = [
-        (number, kind, side)
-        for number, sharing in enumerate(sharings)
-        for kind, (features, order) in enumerate(zip(sharing.features, orders[number], strict=True))
-        for side in (each.reordered(order) for each in features.sides)
+    sides = [
+        [[side.reordered(order) for side in features.sides] for features, order in zip(sharing.features, of_sharing, strict=True)]
+        for sharing, of_sharing in zip(sharings, orders, strict=True)
     ]
+    flat = [side for of_sharing in sides for of_features in of_sharing for side in of_features]
 
     def finish_side(at: int, fitted: Fitted | None) -> T:
         assert fitted is not None  # sides have two factors
-        return finish(places[at][2], fitted)
+        return finish(flat[at], fitted)
 
-    problems = [FitProblem(side.matrix, side.architecture, side.gram) for _, _, side in places]
-    made = dict(fit_side_by_side(problems, finish_side, sweeps=sweeps))
-    found: list[list[list[T]]] = [[[] for _ in sharing.features] for sharing in sharings]
-    for at, (number, kind, _) in enumerate(places):
-        found[number][kind].append(made[at])
-    return found
+    made = dict(fit_side_by_side([FitProblem(side.matrix, side.architecture, side.gram) for side in flat], finish_side, sweeps=sweeps))
+    in_turn = (made[at] for at in range(len(flat)))
+    return [tuple(tuple(next(in_turn) for _ in of_features) for of_features in of_sharing) for of_sharing in sides]
 
 
-def _full_errors(sharings: Sequence[Sharing], orders: Sequence[_Order]) -> list[tuple[tuple[float, ...], ...]]:
-    fits = _fits(sharings, orders, SWEEPS, lambda _, fitted: fitted.errors[-1] ** 2)
-    return [tuple(tuple(of_features) for of_features in of_sharing) for of_sharing in fits]
+def _squared_error(side: Side, fitted: Fitted) -> float:
+    return fitted.errors[-1] ** 2
 
 
 def _error_and_prices(side: Side, fitted: Fitted, share: float) -> tuple[float, Tensor]:
-    return fitted.errors[-1] ** 2, _prices(side, two_factor(fitted.product.cpu(), side.architecture), share)
+    return _squared_error(side, fitted), _prices(side, two_factor(fitted.product.cpu(), side.architecture), share)
 
 
-def _next_order(sharing: Sharing, order: _Order, prices: Sequence[Sequence[Tensor]]) -> _Order:
-    sums = [
-        sum(of_sides, torch.zeros(each.count, each.count, dtype=torch.float64))
-        for each, of_sides in zip(sharing.features, prices, strict=True)
-    ]
-    moves = _assigned(sums, [each.free for each in sharing.features], sharing.groups, sharing.swap_groups)
-    return tuple(of_features[move] for of_features, move in zip(order, moves, strict=True))
-
-
-def _assigned(
-    prices: Sequence[Tensor],  # of each features, shape: (count, count), what it costs to have a feature at a place
-    free: Sequence[bool],
-    groups: int,
-    swap_groups: bool,
-) -> list[Tensor]:  # for each features the one that comes to each place, shape: (count,)
-    """The cheapest places that the groups allow."""
+def _next_order(sharing: Sharing, order: _Order, fits: Sequence[Sequence[tuple[float, Tensor]]]) -> _Order:
+    """Bring the features to the cheapest places that the groups allow; ``fits`` are those of ``order``."""
     from scipy.optimize import linear_sum_assignment
 
-    blocks = [each.reshape(groups, len(each) // groups, groups, len(each) // groups).transpose(1, 2) for each in prices]
-    pairs = [(one, other) for one in range(groups) for other in range(groups) if swap_groups or one == other]
+    groups = sharing.groups
+    pairs = [(one, other) for one in range(groups) for other in range(groups) if sharing.swap_groups or one == other]
     whole = torch.zeros(groups, groups, dtype=torch.float64)
-    within: list[dict[tuple[int, int], Tensor]] = [{} for _ in prices]
-    for number, of_features in enumerate(blocks):
+    moves: list[dict[tuple[int, int], Tensor]] = []
+    for features, of_sides in zip(sharing.features, fits, strict=True):
+        prices = sum((price for _, price in of_sides), torch.zeros(features.count, features.count, dtype=torch.float64))
+        length = features.count // groups
+        blocks = prices.reshape(groups, length, groups, length).transpose(1, 2)
+        moves.append({})
         for pair in pairs:
-            block = of_features[pair]
-            place = torch.from_numpy(linear_sum_assignment(block.numpy())[1]) if free[number] else torch.arange(len(block))
-            whole[pair] += block[torch.arange(len(block)), place].sum()
-            within[number][pair] = torch.argsort(place)
-    group_at = linear_sum_assignment(whole.numpy().T)[1] if swap_groups else range(groups)
-    return [
-        torch.cat([int(group) * each.shape[2] + of_features[int(group), place] for place, group in enumerate(group_at)])
-        for each, of_features in zip(blocks, within, strict=True)
-    ]
+            place = torch.from_numpy(linear_sum_assignment(blocks[pair].numpy())[1]) if features.free else torch.arange(length)
+            whole[pair] += blocks[pair][torch.arange(length), place].sum()
+            moves[-1][pair] = pair[0] * length + torch.argsort(place)
+    group_at = linear_sum_assignment(whole.numpy().T)[1] if sharing.swap_groups else range(groups)
+    return tuple(
+        of_features[torch.cat([move[int(group), place] for place, group in enumerate(group_at)])]
+        for of_features, move in zip(order, moves, strict=True)
+    )
 
 
 @torch.no_grad()
@@ -203,19 +190,16 @@ def _prices(side: Side, fit: tuple[Tensor, Tensor], share: float) -> Tensor:  # 
     """What each feature costs at each place, if ``share`` of the inner indices of each class are there to make it from, the strongest."""
     left, right = (factor_to_dense(factor).to(side.gram.device) for factor in fit)
     strength = left.square().sum(0) * (right @ side.gram * right).sum(1)
-    grid = Grid(side.architecture)
-    classes = grid.column_class_of_inner() if side.columns else grid.row_class_of_inner()
-    count = grid.column_classes if side.columns else grid.row_classes
-    strongest = [_strongest((classes == number).nonzero()[:, 0].to(strength.device), strength, share) for number in range(count)]
+    class_of_inner = side.classes.of_inner.to(strength.device)
+    strongest = []
+    for number in range(side.classes.count):
+        inner = (class_of_inner == number).nonzero()[:, 0]
+        strongest.append(inner[strength[inner].argsort(descending=True, stable=True)[: max(1, round(share * len(inner)))]])
     if side.columns:
-        prices = _column_prices(side, [left[:, of_class] for of_class in strongest])
+        prices = _column_prices(side, [left[:, inner] for inner in strongest])
     else:
-        prices = _row_prices(side, [right[of_class] for of_class in strongest])
-    return prices.cpu()[:, side.place_classes]
-
-
-def _strongest(of_class: Tensor, strength: Tensor, share: float) -> Tensor:
-    return of_class[strength[of_class].argsort(descending=True, stable=True)[: max(1, round(share * len(of_class)))]]
+        prices = _row_prices(side, [right[inner] for inner in strongest])
+    return prices.cpu()[:, side.classes.of_features]
 
 
 def _row_prices(

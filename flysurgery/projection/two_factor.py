@@ -41,12 +41,12 @@ def block_svd(
     Inner indices beyond the smaller side of their block get zeros.
     """
     grid = Grid(Architecture((left, right)))
-    cell = (grid.row_class_of_inner() * grid.column_classes + grid.column_class_of_inner()).to(matrix.device)
-    cells, block, ranks = torch.unique(cell, return_inverse=True, return_counts=True)
+    used, block, ranks = torch.unique(grid.block_of_inner().to(matrix.device), return_inverse=True, return_counts=True)
     by_block = torch.argsort(block, stable=True)
     position = torch.empty_like(block)
     position[by_block] = torch.arange(len(block), device=matrix.device) - (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
-    blocks = grid.gather(matrix).unflatten(2, (grid.column_classes, -1))[cells // grid.column_classes, :, cells % grid.column_classes]
+    columns = grid.columns.count
+    blocks = grid.gather(matrix).unflatten(2, (columns, -1))[used // columns, :, used % columns]
     U, S, Vh = truncated_svd(blocks, int(ranks.max()))
     return U[block, :, position], S[block, position], Vh[block, position]
 
