@@ -4,12 +4,12 @@ from flysurgery.projection.block_cycling import Fitted as Fitted
 from flysurgery.projection.calibrated import CalibratedProjection as CalibratedProjection
 from flysurgery.projection.calibrated import calibrated_projection as calibrated_projection
 from flysurgery.projection.calibrated import project_calibrated as project_calibrated
-from flysurgery.projection.metric import Metric as Metric
-from flysurgery.projection.metric import OutputError as OutputError
-from flysurgery.projection.metric import metric_of as metric_of
-from flysurgery.projection.metric import output_error as output_error
 from flysurgery.projection.mm_star import factor_mm_star as factor_mm_star
+from flysurgery.projection.moments import Metric as Metric
 from flysurgery.projection.moments import Moments as Moments
+from flysurgery.projection.moments import OutputError as OutputError
+from flysurgery.projection.moments import metric_of as metric_of
+from flysurgery.projection.moments import output_error as output_error
 from flysurgery.projection.permutation import Features as Features
 from flysurgery.projection.permutation import Orders as Orders
 from flysurgery.projection.permutation import Sharing as Sharing

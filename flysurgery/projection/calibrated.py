@@ -11,7 +11,7 @@ from torch import Tensor
 from flysurgery.errors import ProjectionError
 from flysurgery.patterns import Architecture
 from flysurgery.projection.block_cycling import Fitted, cycle_together
-from flysurgery.projection.metric import Metric
+from flysurgery.projection.moments import Metric
 from flysurgery.projection.project import Projection, as_projection, checked_matrix, product_of, project
 from flysurgery.projection.two_factor import two_factor
 

@@ -1,12 +1,20 @@
-"""First and second moments of the rows that enter a layer, summed up batch by batch."""
+"""First and second moments of the rows that enter a layer, and by them the metric of errors in its weight, and the error of its output."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 STRIPE = 384
 """Columns of a Gram matrix that are made at a time on a CPU."""
+
+LEAST_SHRINKAGE = 1e-6
+"""Keeps the form positive definite where a feature never varies, with 10 digits to spare in float64."""
+
+SHRINKAGE_OF_ONE_BATCH = 0.1
+"""Where there is one batch only, and so nothing to estimate the shrinkage from."""
 
 
 class Moments:
@@ -17,14 +25,15 @@ class Moments:
     where a device has no float64.
     """
 
+    _origin: Tensor  # shape: (n,)
+    _sum: Tensor  # of x - origin, shape: (n,)
+    _scatter: Tensor  # of (x - origin)(x - origin)ᵀ, shape: (n, n)
+    _spread: Tensor  # the sum over the batches of ‖scatter of the batch‖² / rows of the batch
+
     def __init__(self, features: int) -> None:
         self.features = features
         self.rows = 0
         self.batches = 0
-        self._origin: Tensor | None = None  # shape: (n,)
-        self._sum: Tensor | None = None  # of x - origin, shape: (n,)
-        self._scatter: Tensor | None = None  # of (x - origin)(x - origin)ᵀ, shape: (n, n)
-        self._spread: Tensor | None = None  # the sum over the batches of ‖scatter of the batch‖² / rows of the batch
 
     def add(
         self,
@@ -35,7 +44,7 @@ class Moments:
         if not len(rows):
             return
         rows = (rows.cpu() if rows.device.type == "mps" else rows).to(torch.float64, copy=True)
-        if self._origin is None or self._sum is None or self._scatter is None or self._spread is None:
+        if not self.rows:
             self._origin = rows.mean(0)
             self._sum = torch.zeros_like(self._origin)
             self._scatter = self._origin.new_zeros(self.features, self.features)
@@ -51,25 +60,25 @@ class Moments:
     @property
     def is_finite(self) -> bool:
         """Whether no NaN or infinite entry has come in; also true of no rows."""
-        return self._scatter is None or bool(self._scatter.isfinite().all())
+        return not self.rows or bool(self._scatter.isfinite().all())
 
     @property
     def mean(self) -> Tensor:  # shape: (n,)
         """E[x]."""
-        origin, total, _ = self._sums()
-        return origin + total / self.rows
+        return self._origin + self._offset
+
+    @property
+    def _offset(self) -> Tensor:  # of the mean from the origin, shape: (n,)
+        return self._sum / self.rows
 
     @property
     def covariance(self) -> Tensor:  # shape: (n, n)
         """E[(x - E[x])(x - E[x])ᵀ], divided by the number of rows."""
-        _, total, scatter = self._sums()
-        offset = total / self.rows
-        return scatter / self.rows - torch.outer(offset, offset)
+        return self._scatter / self.rows - torch.outer(self._offset, self._offset)
 
     @property
     def second(self) -> Tensor:  # shape: (n, n)
-        mean = self.mean
-        return self.covariance + torch.outer(mean, mean)
+        return self.covariance + torch.outer(self.mean, self.mean)
 
     def mean_square(
         self,
@@ -77,11 +86,9 @@ class Moments:
         bias: Tensor | None = None,  # shape: (m,)
     ) -> float:
         """E|weight x + bias|²."""
-        origin, total, scatter = self._sums()
-        offset = total / self.rows
-        about_origin = (weight @ scatter * weight).sum() / self.rows - (weight @ offset).square().sum()
-        mean = weight @ (origin + offset)
-        return max(float(about_origin + (mean if bias is None else mean + bias).square().sum()), 0.0)
+        about_mean = (weight @ self._scatter * weight).sum() / self.rows - (weight @ self._offset).square().sum()
+        mean = weight @ self.mean
+        return max(float(about_mean + (mean if bias is None else mean + bias).square().sum()), 0.0)
 
     @property
     def uncertainty(self) -> float | None:
@@ -91,25 +98,17 @@ class Moments:
         """
         if self.batches < 2:
             return None
-        _, _, scatter = self._sums()
-        assert self._spread is not None
-        between = float(self._spread - scatter.square().sum() / self.rows)
+        between = float(self._spread - self._scatter.square().sum() / self.rows)
         return max(between, 0.0) / (self.batches - 1) / self.rows
 
     def permuted(
         self,
         order: Tensor,  # shape: (n,), a permutation of 0 to n-1
     ) -> Moments:
-        origin, total, scatter = self._sums()
         other = Moments(self.features)
         other.rows, other.batches, other._spread = self.rows, self.batches, self._spread
-        other._origin, other._sum, other._scatter = origin[order], total[order], scatter[order][:, order]
+        other._origin, other._sum, other._scatter = self._origin[order], self._sum[order], self._scatter[order][:, order]
         return other
-
-    def _sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self._origin is None or self._sum is None or self._scatter is None:
-            raise ValueError("no rows were added, so there are no moments")
-        return self._origin, self._sum, self._scatter
 
 
 def _gram(rows: Tensor) -> Tensor:  # shape: (n, n)
@@ -122,3 +121,63 @@ def _gram(rows: Tensor) -> Tensor:  # shape: (n, n)
         gram[start:, start : start + STRIPE] = stripe
         gram[start : start + STRIPE, start:] = stripe.mT
     return gram
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Errors D of a matrix are measured by ``tr(D G Dᵀ)``.
+
+    ``gram`` is G, positive definite, shape (n, n), float64. ``mean`` is E[x] where the layer has a bias that takes up the error's mean:
+    then G is the covariance. Without a bias it is None, and G is the Gram matrix E[x xᵀ]. ``shrinkage`` is the share of the identity
+    in G, between 0 and 1.
+    """
+
+    gram: Tensor
+    mean: Tensor | None
+    shrinkage: float
+
+
+def metric_of(moments: Moments, *, bias: bool) -> Metric:
+    """The metric of the rows that were seen, shrunk towards ``tr(G)/n`` times the identity as far as they are too few to know G.
+
+    With C the matrix of the sample and T the target, the expected error of ``(1 - s) C + s T`` is smallest for
+    ``s = E‖C - E[C]‖² / E‖C - T‖²``; the numerator is estimated from how much the batches differ.
+
+    Source: Ledoit and Wolf 2004, "A well-conditioned estimator for large-dimensional covariance matrices".
+    """
+    gram = moments.covariance if bias else moments.second
+    level = float(gram.diagonal().mean())
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    distance = float((gram - level * identity).square().sum())
+    uncertainty = moments.uncertainty
+    best = 1.0 if distance == 0 else SHRINKAGE_OF_ONE_BATCH if uncertainty is None else uncertainty / distance
+    shrinkage = min(max(best, LEAST_SHRINKAGE), 1.0)
+    return Metric((1 - shrinkage) * gram + shrinkage * (level or 1.0) * identity, moments.mean if bias else None, shrinkage)
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """Mean squared error of a layer's output over some rows, and the mean square of the right output without bias."""
+
+    squared: float
+    reference: float
+
+    @property
+    def relative(self) -> float:
+        """The root of their quotient; 0 where the layer gives zeros only."""
+        return (self.squared / self.reference) ** 0.5 if self.reference > 0 else 0.0
+
+    def __add__(self, other: OutputError) -> OutputError:
+        return OutputError(self.squared + other.squared, self.reference + other.reference)
+
+
+def output_error(
+    weight: Tensor,  # shape: (out_features, in_features), float64
+    stand_in: Tensor,  # shape: (out_features, in_features), float64
+    shift: Tensor | None,  # shape: (out_features,), what was added to the bias
+    moments: Moments,
+    reference: float | None = None,
+) -> OutputError:
+    """How far ``stand_in x + shift`` is from ``weight x``, over the rows of the moments; ``reference`` where it is known."""
+    squared = moments.mean_square(weight - stand_in, None if shift is None else -shift)
+    return OutputError(squared, moments.mean_square(weight) if reference is None else reference)
