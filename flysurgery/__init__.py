@@ -4,20 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from flysurgery import registration as _registration
-from flysurgery.errors import BackendError as BackendError
-from flysurgery.errors import CheckpointError as CheckpointError
-from flysurgery.errors import DataError as DataError
-from flysurgery.errors import FlysurgeryError as FlysurgeryError
-from flysurgery.errors import InferenceError as InferenceError
-from flysurgery.errors import ModelError as ModelError
-from flysurgery.errors import OptionError as OptionError
-from flysurgery.errors import PatternError as PatternError
-from flysurgery.errors import PlanError as PlanError
-from flysurgery.errors import ProjectionError as ProjectionError
-from flysurgery.errors import SelectionError as SelectionError
-from flysurgery.errors import SurgeryError as SurgeryError
-from flysurgery.errors import TrainingError as TrainingError
-from flysurgery.errors import WalkError as WalkError
+from flysurgery.errors import (
+    BackendError,
+    CheckpointError,
+    DataError,
+    FlysurgeryError,
+    InferenceError,
+    ModelError,
+    OptionError,
+    PatternError,
+    PlanError,
+    ProjectionError,
+    SelectionError,
+    SurgeryError,
+    TrainingError,
+    WalkError,
+)
 
 __version__ = "0.1.0"
 
@@ -54,20 +56,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from flysurgery.checkpoint import load as load
-    from flysurgery.checkpoint import push_to_hub as push_to_hub
-    from flysurgery.checkpoint import save as save
-    from flysurgery.evaluation import evaluate as evaluate
-    from flysurgery.inference import capture as capture
-    from flysurgery.inference import convert as convert
-    from flysurgery.inference import optimize as optimize
-    from flysurgery.inference import restore as restore
-    from flysurgery.layers import ButterflyLinear as ButterflyLinear
-    from flysurgery.surgery import Plan as Plan
-    from flysurgery.surgery import Report as Report
-    from flysurgery.surgery import apply as apply
-    from flysurgery.surgery import densify as densify
-    from flysurgery.surgery import plan as plan
+    from flysurgery.checkpoint import load, push_to_hub, save
+    from flysurgery.evaluation import evaluate
+    from flysurgery.inference import capture, convert, optimize, restore
+    from flysurgery.layers import ButterflyLinear
+    from flysurgery.surgery import Plan, Report, apply, densify, plan
 else:
     _ROOMS = {
         "checkpoint": ("load", "push_to_hub", "save"),
