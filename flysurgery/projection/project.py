@@ -60,7 +60,7 @@ def project(
 
 def _nearest(matrix: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
     if len(architecture) == 1:
-        return (dense_to_factor(matrix, architecture.patterns[0]).clone(),)  # a full block would be a view of the weight
+        return (dense_to_factor(matrix, architecture.patterns[0]),)
     if len(architecture) == 2:
         return two_factor(matrix, architecture)
     return hierarchical(matrix, architecture)
