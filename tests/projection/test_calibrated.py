@@ -99,16 +99,6 @@ def check_alike(found: Sequence[Fitted], expected: Sequence[Fitted]) -> None:
             assert one.errors[-1] <= 1e-7
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, low_rank(24, 20, 5)], ids=str)
-def test_matrices_that_are_worked_on_together_get_what_they_get_alone(architecture: Architecture) -> None:
-    matrices, grams = problems_of(architecture)
-    together = cycle_together(matrices, architecture, grams)
-    alone = [fitted(matrix, architecture, gram) for matrix, gram in zip(matrices, grams, strict=True)]
-    check_alike(together, alone)
-    assert all(torch.allclose(one.product, other.product, rtol=1e-7, atol=1e-7) for one, other in zip(together, alone, strict=True))
-    assert len({len(each.errors) for each in together}) > 1 or architecture.patterns[1].a == 1  # they don't come to rest together
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
 def test_a_gpu_gives_what_the_cpu_gives(architecture: Architecture) -> None:
@@ -120,18 +110,20 @@ def test_a_gpu_gives_what_the_cpu_gives(architecture: Architecture) -> None:
 
 @pytest.mark.parametrize("together", [0, 1 << 20])
 def test_problems_side_by_side_are_fitted_as_each_is_alone(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one architecture do not come to rest together."""
     monkeypatch.setitem(side_by_side.TOGETHER_BYTES, "cpu", together)
-    architectures = (monarch(N, N, 2), gonon(24, 24), monarch(N, N, 2), monarch(N, N, 4), square_dyadic(N))
-    given = [FitProblem(random_matrix(each, n).float(), each, random_gram(each.in_features, n)) for n, each in enumerate(architectures)]
-    given += [FitProblem(given[0].weight, low_rank(N, N, rank), given[0].gram) for rank in (2, 5)]
+    given = [FitProblem(matrix, each, gram) for each in ARCHITECTURES for matrix, gram in zip(*problems_of(each), strict=True)]
+    given[1::2], given[::2] = given[::2], given[1::2]
+    given += [FitProblem(given[0].weight, low_rank(24, 24, rank), given[0].gram) for rank in (2, 5)]
+    given.append(FitProblem(random_matrix(square_dyadic(N)), square_dyadic(N), random_gram(N)))
     found = dict(fit_side_by_side(given, lambda number, fitted: (number, fitted)))
-    assert [number for number, _ in map(found.__getitem__, range(len(given)))] == list(range(len(given)))
-    products = {number: each for number, (_, each) in found.items() if each is not None}
-    assert sorted(products) == [0, 1, 2, 3, 5, 6], "other than two factors are not fitted"
-    for number, product in products.items():
-        alone = fitted(given[number].weight.double(), given[number].architecture, given[number].gram)
-        assert product.errors[-1] == pytest.approx(alone.errors[-1], rel=1e-9) and product.seconds > 0
-        assert torch.allclose(product.product, alone.product, atol=1e-7)
+    assert all(found[at][0] == at for at in range(len(given))) and len(found) == len(given)
+    assert found[len(given) - 1][1] is None, "other than two factors are not fitted"
+    fits = [fit for at in range(len(given)) if (fit := found[at][1]) is not None]
+    alone = [fitted(each.weight, each.architecture, each.gram) for each in given[:-1]]
+    check_alike(fits, alone)
+    assert all(torch.allclose(one.product, other.product, rtol=1e-7, atol=1e-7) for one, other in zip(fits, alone, strict=True))
+    assert all(each.seconds > 0 for each in fits) and len({len(each.errors) for each in fits[:4]}) > 1
     with pytest.raises(ZeroDivisionError):
         list(fit_side_by_side(given, lambda number, _: number // 0))
 
@@ -191,7 +183,7 @@ def test_more_than_two_factors_are_the_plain_ones_with_the_reason(moments: Momen
 
 
 @pytest.mark.parametrize("stripe", [1, 4, 384])
-def test_batches_of_any_size_and_shape_give_the_moments_of_all_rows(stripe: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_any_size_and_shape_give_the_moments_and_errors_of_all_rows(stripe: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moments_module, "STRIPE", stripe)
     x, order = correlated(100), torch.tensor([3, 1, 5, 0, 2, 4])
     before, found = x.clone(), Moments(6)
@@ -207,6 +199,12 @@ def test_batches_of_any_size_and_shape_give_the_moments_of_all_rows(stripe: int,
     assert torch.allclose(moments_of(x + 1e6, 16).covariance, moments_of(x, 16).covariance, rtol=1e-7, atol=1e-7), "a large mean costs none"
     half = correlated(5000).to(torch.bfloat16)
     assert torch.allclose(moments_of(half, 500).second, half.double().mT @ half.double() / 5000, rtol=1e-12)
+    weight, stand_in, right = correlated(4, 6, 3), correlated(4, 6, 4), x @ correlated(4, 6, 3).mT
+    for shift in (None, correlated(1, 4, 5)[0]):
+        added = torch.zeros(4) if shift is None else shift
+        assert found.mean_square(weight, shift) == pytest.approx(float((right + added).square().sum(1).mean()), rel=1e-12)
+        relative = float((right - x @ stand_in.mT - added).norm() / right.norm())
+        assert output_error(weight, stand_in, shift, found).relative == pytest.approx(relative, rel=1e-10)
 
 
 def test_the_uncertainty_is_the_mean_squared_error_of_the_covariance() -> None:
@@ -228,15 +226,3 @@ def test_shrinkage_falls_with_samples_keeps_the_trace_and_the_metric_positive() 
     found = moments_of(correlated(16), 2)
     assert float(metric_of(found, bias=True).gram.trace()) == pytest.approx(float(found.covariance.trace()))
     assert float(metric_of(found, bias=False).gram.trace()) == pytest.approx(float(found.second.trace()))
-
-
-@pytest.mark.parametrize("shifted", [False, True])
-def test_mean_squares_and_output_errors_are_those_of_the_rows(shifted: bool) -> None:
-    x = correlated(60)
-    generator = torch.Generator().manual_seed(3)
-    weight, stand_in = (torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(2))
-    shift = torch.randn(4, generator=generator, dtype=torch.float64) if shifted else None
-    found, offset = moments_of(x, 7), 0 if shift is None else shift
-    assert found.mean_square(weight, shift) == pytest.approx(float((x @ weight.mT + offset).square().sum(1).mean()), rel=1e-12)
-    expected = float((x @ weight.mT - x @ stand_in.mT - offset).norm() / (x @ weight.mT).norm())
-    assert output_error(weight, stand_in, shift, found).relative == pytest.approx(expected, rel=1e-10)
