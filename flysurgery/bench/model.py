@@ -199,19 +199,17 @@ def _installed(plan: Plan, dense: nn.Module) -> nn.Module:
     return model
 
 
-def ratio_of(records: Sequence[Record], layer: str, candidate: str) -> float | None:
-    """Find the time over dense of one candidate for one kind of layer; None where it has no time."""
-    for record in records:
-        if record["layer"] == layer and record["candidate"] == candidate and record["ratio_to_dense"]:
-            return float(record["ratio_to_dense"])
-    return None
+def ratios_of(records: Sequence[Record]) -> dict[tuple[str, str], float]:
+    """Find the time over dense of each candidate for each kind of layer, by both names, where it has one."""
+    return {(row["layer"], row["candidate"]): float(row["ratio_to_dense"]) for row in records if row["ratio_to_dense"]}
 
 
 def slower_layers(records: Sequence[Record], groups: Sequence[Group]) -> dict[str, str]:
     """List the layers, by name, that are slower converted than dense or could not be timed, each with the reason."""
     found: dict[str, str] = {}
+    ratios = ratios_of(records)
     for group in groups:
-        ratio = ratio_of(records, group.name, PLANNED)
+        ratio = ratios.get((group.name, PLANNED))
         if ratio is None or ratio >= 1:
             reason = "converted it could not be timed" if ratio is None else f"converted it takes {ratio:.2f} of the dense time"
             found |= dict.fromkeys(group.fqns, reason)
@@ -220,26 +218,25 @@ def slower_layers(records: Sequence[Record], groups: Sequence[Group]) -> dict[st
 
 def sentence(records: Sequence[Record], groups: Sequence[Group]) -> str:
     """Say the answer in words, about the optimized model where it was timed, beside optimized dense, which needs no conversion."""
-    noisy = any(record["layer"] == WHOLE and record["status"].startswith("noisy") for record in records)
-    start = "this machine is too noisy to say; by these numbers " if noisy else ""
-    whole, fused, fused_dense = (ratio_of(records, WHOLE, name) for name in (PLANNED, PLANNED + OPTIMIZED, DENSE + OPTIMIZED))
+    ratios, stay_dense = ratios_of(records), slower_layers(records, groups)
+    shaky = {record["layer"] for record in records if record["status"].startswith("noisy")}
+    fused, fused_dense = (ratios.get((WHOLE, name + OPTIMIZED)) for name in (PLANNED, DENSE))
     if fused is not None and fused_dense is not None:
-        kind, faster = OPTIMIZED, fused < min(1, fused_dense)
+        kind, alone, faster = OPTIMIZED, "by itself ", fused < min(1, fused_dense)
         times = f"converted and optimized the model takes {fused:.2f} of the dense time, optimized without conversion {fused_dense:.2f}"
-    elif whole is not None:
-        kind, faster, times = "", whole < 1, f"the converted model takes {whole:.2f} of the dense time"
+    elif (WHOLE, PLANNED) in ratios:
+        kind, alone, faster = "", "", ratios[WHOLE, PLANNED] < 1
+        times = f"the converted model takes {ratios[WHOLE, PLANNED]:.2f} of the dense time"
     else:
         return "the whole model could not be timed converted; its row says why"
-    words = f"{start}conversion is {'worth it' if faster else 'not worth it'} here: {times}"
-    stay_dense = slower_layers(records, groups)
     slower = [group.name for group in groups if group.fqns[0] in stay_dense]
-    shaky = {record["layer"] for record in records if record["status"].startswith("noisy")}
-    alone = "by itself " if kind else ""
+    partly = ratios.get((WHOLE, WHERE_FASTER + kind))
     if not slower:
-        return f"{words}; every replaced layer is {alone}faster than dense"
-    if len(slower) == len(groups):
-        return f"{words}; every replaced layer is {alone}faster dense"
-    partly = ratio_of(records, WHOLE, WHERE_FASTER + kind)
-    rest = "" if partly is None else f", and without converting them the model takes {partly:.2f}"
-    named = ", ".join(name + (" (noisy)" if name in shaky else "") for name in slower)
-    return f"{words}; {alone}faster dense: {named}{rest}"
+        rest = f"every replaced layer is {alone}faster than dense"
+    elif len(slower) == len(groups):
+        rest = f"every replaced layer is {alone}faster dense"
+    else:
+        rest = f"{alone}faster dense: " + ", ".join(name + (" (noisy)" if name in shaky else "") for name in slower)
+        rest += "" if partly is None else f", and without converting them the model takes {partly:.2f}"
+    start = "this machine is too noisy to say; by these numbers " if WHOLE in shaky else ""
+    return f"{start}conversion is {'worth it' if faster else 'not worth it'} here: {times}; {rest}"

@@ -61,49 +61,40 @@ def test_whole_models_are_timed_with_and_without_the_slow_layers_and_optimized(p
     assert all_slower.keys() == {"dense", "dense again", "converted"}, "dense is not timed once more"
 
 
-def record(layer: str, candidate: str, ms: float, ratio: float, status: str = "ok") -> dict[str, Any]:
-    return {"layer": layer, "candidate": candidate, "median_ms": str(ms), "ratio_to_dense": str(ratio), "status": status}
-
-
-def whole(candidate: str, ratio: float, status: str = "ok") -> dict[str, Any]:
-    return record("(model)", candidate, 1.0, ratio, status)
+FUSED = {"converted, optimized": 0.5, "dense, optimized": 0.9}
+FASTER = "conversion is worth it here: converted and optimized the model takes 0.50 of the dense time, optimized without conversion 0.90"
+SLOWER = f"this machine is too noisy to say; by these numbers {FASTER}".replace("is worth", "is not worth").replace("0.50", "0.95")
+ALONE = "conversion is {} it here: the converted model takes {} of the dense time"
+WITHOUT = "and without converting them the model takes"
 
 
 @pytest.mark.parametrize(
-    ("converted", "dense", "answer"),
+    ("models", "layers", "noisy", "answer"),
     [
-        (0.5, 0.9, "conversion is worth it here: converted and optimized the model takes 0.50 of the dense time"),
-        (0.95, 0.9, "conversion is not worth it here: converted and optimized the model takes 0.95 of the dense time"),
+        (FUSED, {}, "", f"{FASTER}; every replaced layer is by itself faster than dense"),
+        (FUSED | {"converted": 1.3}, {FC1: 1.1, FC2: 1.1}, FC1, f"{FASTER}; by itself faster dense: {FC1} (noisy), {FC2}"),
+        (FUSED | {"converted where faster": 0.6}, {FC1: 1.1}, "", f"{FASTER}; by itself faster dense: {FC1}"),
+        (FUSED | {"converted where faster, optimized": 0.45}, {FC1: 1.1}, "", f"{FASTER}; by itself faster dense: {FC1}, {WITHOUT} 0.45"),
+        (FUSED | {"converted, optimized": 0.95}, {}, "(model)", f"{SLOWER}; every replaced layer is by itself faster than dense"),
+        ({"converted": 0.9, "converted where faster": 0.8}, {FC1: 1.5}, "", f"{ALONE}; faster dense: {FC1}, {WITHOUT} 0.80"),
+        ({"converted": 1.2}, {QKV: 1.0, FC1: 1.2, FC2: None}, "", f"{ALONE}; every replaced layer is faster dense"),
+        ({}, {}, "", "the whole model could not be timed converted; its row says why"),
     ],
 )
-def test_the_answer_weighs_conversion_against_fusion_alone(plan: Plan, converted: float, dense: float, answer: str) -> None:
-    words = sentence([whole("converted, optimized", converted), whole("dense, optimized", dense)], groups_of(plan))
-    assert words.startswith(f"{answer}, optimized without conversion 0.90")
-
-
-def test_the_answer_about_optimized_models_names_what_stays_dense(plan: Plan) -> None:
-    groups = groups_of(plan)
-    noisy = record(FC1, "converted", 1, 1.1, "noisy: dense timed twice differs by 11%")
-    models = [whole("converted, optimized", 0.5), whole("dense, optimized", 0.9), whole("converted where faster", 0.6)]
-    rows = [*models, record(QKV, "converted", 1, 0.4), noisy, record(FC2, "converted", 1, 1.1)]
-    assert sentence(rows, groups).endswith(f"conversion 0.90; by itself faster dense: {FC1} (noisy), {FC2}")
-    assert sentence([*rows, whole("converted where faster, optimized", 0.45)], groups).endswith("the model takes 0.45")
-    none = [whole("converted", 1.2), *(record(name, "converted", 1, 1.2) for name in (QKV, FC1, FC2))]
-    assert sentence(none, groups).endswith("takes 1.20 of the dense time; every replaced layer is faster dense")
-
-
-def test_the_answer_names_what_stays_dense(plan: Plan) -> None:
-    groups = groups_of(plan)
+def test_the_answer_weighs_conversion_and_names_what_stays_dense(
+    plan: Plan, models: dict[str, float], layers: dict[str, float | None], noisy: str, answer: str
+) -> None:
+    """``layers`` are those that are not twice as fast as dense; None could not be timed."""
+    groups, ratios = groups_of(plan), dict.fromkeys((QKV, FC1, FC2), 0.5) | layers
+    times = [("(model)", name, ratio) for name, ratio in models.items()]
+    for layer, ratio in ratios.items():
+        times += [(layer, "dense", 1.0), (layer, "dense again", 1.0), (layer, LOW_RANK, 0.2), (layer, "converted", ratio)]
     records = [
-        *(record(QKV, name, ms, ms / 4) for name, ms in (("dense", 4.0), ("dense again", 4.1), ("converted", 2.0))),
-        *(record(FC1, name, ms, ms / 2) for name, ms in (("dense", 2.0), ("converted", 3.0))),
-        *(record(FC2, name, ms, ms / 2) for name, ms in (("dense", 2.0), ("converted", 1.0), (LOW_RANK, 0.5))),
-        whole("converted", 0.9),
-        whole("converted where faster", 0.8),
+        {"layer": layer, "candidate": name, "ratio_to_dense": str(ratio or ""), "status": "noisy: x" if layer == noisy else "ok"}
+        for layer, name, ratio in times
     ]
-    reason = "converted it takes 1.50 of the dense time"
-    assert slower_layers(records, groups) == dict.fromkeys(("blocks.0.mlp.fc1", "blocks.1.mlp.fc1"), reason)
-    words = sentence(records, groups)
-    assert words.startswith(f"conversion is worth it here: the converted model takes 0.90 of the dense time; faster dense: {FC1},")
-    assert words.endswith("takes 0.80")
-    assert sentence([*records[:-2], whole("converted", 1.2, "noisy: x")], groups).startswith("this machine is too noisy")
+    converted = models.get("converted", 1.0)
+    assert sentence(records, groups) == answer.format("worth" if converted < 1 else "not worth", f"{converted:.2f}")
+    reasons = {name: f"takes {ratio:.2f} of the dense time" if ratio else "could not be timed" for name, ratio in layers.items()}
+    expected = {fqn: f"converted it {reasons[group.name]}" for group in groups if group.name in layers for fqn in group.fqns}
+    assert slower_layers(records, groups) == expected
