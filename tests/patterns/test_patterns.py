@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flysurgery.errors import OptionError, PatternError
@@ -86,27 +86,17 @@ def test_the_default_rank_is_the_largest_multiple_of_eight_within_half_the_param
     assert family_of(low_rank(m, n)) == "low rank"
 
 
-@given(st.integers(1, 5), st.integers(1, 9), st.integers(-1, 200))
-def test_butterflies_are_the_rows_of_the_table_and_refuse_other_sizes(depth: int, block: int, other: int) -> None:
-    n, p = 2**depth, 2 ** (depth - 1)
-    assert deformable(n * block, n * block, p).to_json() == [[2**i, 2 * block, 2 * block, 2 ** (depth - 1 - i)] for i in range(depth)]
-    rows = [[2**i, 2, 2, 2 ** (depth - 1 - i)] for i in range(depth)]
-    assert square_dyadic(n).to_json() == rows and kaleidoscope(n).to_json() == rows + rows[::-1]
-    assert np.array_equal(path_counts(square_dyadic(n)), np.ones((n, n)))
-    assert square_dyadic(n).is_chainable and kaleidoscope(n).is_chainable == (depth == 1)
-    assume(other < 1 or other % n)
-    with pytest.raises(PatternError, match=f"{other}x{other}"):
-        deformable(other, other, p)
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 9), st.booleans())
-def test_a_deformable_butterfly_is_a_block_butterfly_with_one_factor_stretched(depth: int, block: int, more: int, is_tall: bool) -> None:
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 9), st.booleans())
+def test_butterflies_are_the_rows_of_the_table_with_one_factor_stretched(depth: int, block: int, more: int, is_tall: bool) -> None:
     p = 2 ** (depth - 1)
+    rows = [[2**i, 2, 2, p // 2**i] for i in range(depth)]
+    dyadic, twice = square_dyadic(2 * p), kaleidoscope(2 * p)
+    assert dyadic.to_json() == rows and twice.to_json() == rows + rows[::-1] and twice.is_chainable == (depth == 1)
     k, larger = 2 * p * block, p * (2 * block + more)
     found = deformable(larger, k, p) if is_tall else deformable(k, larger, p)
-    square = deformable(k, k, p).to_json()
-    square[0 if is_tall else -1][1 if is_tall else 2] = larger // p
-    assert found.to_json() == square and found.shape == ((larger, k) if is_tall else (k, larger))
+    rows = [[a, block * b, block * c, d] for a, b, c, d in rows]
+    rows[0 if is_tall else -1][1 if is_tall else 2] = larger // p
+    assert found.to_json() == rows and found.shape == ((larger, k) if is_tall else (k, larger))
     assert found.is_chainable and len({*path_counts(found).flatten().tolist()}) == 1, "full support and one rank"
     assert more == 0 or depth == 1 or family_of(found) == ("monarch" if depth == 2 else "deformable")
 
@@ -169,14 +159,15 @@ NO_GONON = ((1152, 384), (385, 384), (384, 1000), (4, 1537))
         *((lambda p=p: monarch(8, 8, p), OptionError, "nblocks must be a positive integer") for p in (0, -4, 2.0, True)),  # pyright: ignore[reportArgumentType]
         (lambda: gonon(4096, 1024), PatternError, "4096x1024 .* multiple of 6, got 1024"),
         *((lambda m=m, n=n: gonon(m, n), PatternError, f"got {m}x{n}") for m, n in NO_GONON),
-        (lambda: square_dyadic(384), PatternError, r"square dyadic butterfly needs n = 2\^L with L >= 1, got a 384x384"),
+        *((lambda n=n: square_dyadic(n), PatternError, rf"needs n = 2\^L with L >= 1, got a {n}x{n}") for n in (1, 384)),
         (lambda: named("dyadic", 64, 256), PatternError, "dyadic is for square matrices, got 64x256; use deformable"),
         (lambda: deformable(96, 96, 3), PatternError, "nblocks 3 .* 96x96 matrix: it must be a power of two"),
         (lambda: deformable(12, 12, 0), OptionError, "nblocks must be a positive integer"),
-        (lambda: deformable(96, 54, 4), PatternError, "divides 96, and its double must divide 54"),
+        (lambda: deformable(96, 52, 4), PatternError, "divides 96, and its double must divide 52"),
+        (lambda: deformable(10, 8, 4), PatternError, "10x8"),
         (lambda: named("butterfly", 8, 8), OptionError, "'butterfly'; choose one of monarch, gonon, lowrank"),
         (lambda: named("monarch", 8, 8, rank=3), OptionError, "rank 3 with 'monarch'"),
-        *((lambda build=build: build(0, 384), PatternError, "0") for build in (monarch, gonon, low_rank)),
+        *((lambda build=build: build(0, 384), PatternError, "0") for build in (monarch, gonon, low_rank, deformable)),
     ],
 )
 def test_what_cannot_be_built_is_one_sentence(make: Callable[[], object], error: type[Exception], words: str) -> None:
