@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from flysurgery.patterns import Architecture
+from flysurgery.patterns import Architecture, family_of
 from flysurgery.projection.block_cycling import SWEEPS, Fitted, cycle_together, low_ranks
 from flysurgery.projection.workers import workers
 
@@ -64,7 +64,7 @@ def _fitted(problems: Sequence[FitProblem], sweeps: int) -> Sequence[Fitted | No
     architecture = problems[0].architecture
     if len(architecture) != 2:
         return [None] * len(problems)
-    if _is_low_rank(architecture):
+    if family_of(architecture) == "low rank":
         return low_ranks(problems[0].matrix, [each.architecture.inner_features[0] for each in problems], problems[0].gram)
     return cycle_together([each.matrix for each in problems], architecture, [each.gram for each in problems], sweeps=sweeps)
 
@@ -75,7 +75,7 @@ def _together(problems: Sequence[FitProblem]) -> list[list[int]]:
     latest: dict[Hashable, tuple[list[int], int]] = {}
     for number, problem in enumerate(problems):
         device = problem.gram.device
-        if _is_low_rank(problem.architecture):
+        if family_of(problem.architecture) == "low rank":
             key, size = (id(problem.weight), id(problem.gram)), 0
         else:
             key = problem.architecture, device
@@ -87,7 +87,3 @@ def _together(problems: Sequence[FitProblem]) -> list[list[int]]:
         group.append(number)
         latest[key] = group, total + size
     return groups
-
-
-def _is_low_rank(architecture: Architecture) -> bool:
-    return len(architecture) == 2 and all(pattern.a == pattern.d == 1 for pattern in architecture)
