@@ -284,7 +284,7 @@ def make(
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     with BenchRun(device, columns, options.out, fresh=options.fresh) as run:
-        todo = [job for job in jobs if not run.has(job[0])]
+        todo = [job for job in jobs if not run.rows(job[0])]
         for done, (head, rows_of) in enumerate(todo):
             if time.monotonic() > end:
                 print(f"{len(todo) - done} of {len(todo)} measurements are left for the next run", flush=True)

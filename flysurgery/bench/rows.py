@@ -114,7 +114,7 @@ class Sheet:
         self.columns = tuple(columns)
         self.records: list[Record] = []
         self.dropped = 0
-        self._found: dict[tuple[str, ...], set[tuple[str | None, ...]]] = {}
+        self._index: dict[tuple[str, ...], dict[tuple[str | None, ...], list[Record]]] = {}
         if path is not None:
             check_file(path, "--out")
             self._read(path, fresh=fresh)
@@ -138,15 +138,13 @@ class Sheet:
         self.dropped = len(found) - len(self.records)
 
     def rows(self, key: Mapping[str, object]) -> list[Record]:
-        wanted = {name: cell(value) for name, value in key.items()}
-        return [record for record in self.records if all(record[name] == value for name, value in wanted.items())]
-
-    def has(self, key: Mapping[str, object]) -> bool:
-        """Say whether there is a row with these values. An index for each set of names keeps this fast for thousands of rows."""
+        """Give the rows with these values. An index for each set of names keeps this fast for thousands of rows."""
         names = tuple(key)
-        if names not in self._found:
-            self._found[names] = {tuple(record.get(name) for name in names) for record in self.records}
-        return tuple(cell(value) for value in key.values()) in self._found[names]
+        if names not in self._index:
+            self._index[names] = {}
+            for record in self.records:
+                self._index[names].setdefault(tuple(record.get(name) for name in names), []).append(record)
+        return self._index[names].get(tuple(map(cell, key.values())), [])
 
     def add(self, rows: Iterable[Mapping[str, object]]) -> list[Record]:
         """Add rows with a stamp of now, write the file, and give the rows as texts. A column that a row lacks is an empty cell."""
@@ -154,7 +152,7 @@ class Sheet:
         new = [{name: cell((row | stamp).get(name)) for name in (*self.columns, *STAMP)} for row in map(dict, rows)]
         if new:
             self.records += new
-            self._found.clear()
+            self._index.clear()
             self._text += as_csv(new, header=not self._text)
             if self.path is not None:
                 _replace_text(self.path, self._text)

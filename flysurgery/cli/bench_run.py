@@ -76,7 +76,7 @@ class BenchRun(Sheet):
     def fill(self, jobs: Iterable[Job]) -> None:
         """Make and keep the rows of each job that has none yet; a job is what tells its rows from others, and what makes them."""
         for key, make in jobs:
-            if not self.has(key):
+            if not self.rows(key):
                 self.add(make(), ", ".join(map(str, key.values())))
 
     def add(self, rows: Iterable[Mapping[str, object]], what: str = "") -> list[Record]:

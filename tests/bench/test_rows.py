@@ -40,16 +40,16 @@ def test_rows_of_the_same_setting_are_kept(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "rows.csv"
     first = Sheet(path, CPU, COLUMNS)
     first.add([{"name": "a", "ms": 1.25}])
-    assert first.has({"name": "a"}) and not first.has({"name": "b"})
+    assert first.rows({"name": "a"}) == first.records and not first.rows({"name": "b"})
     first.add([{"name": "b", "ms": None}])
     second = Sheet(path, CPU, COLUMNS)
-    assert second.has({"name": "a"}) and second.has({"name": "b", "ms": None}) and not second.has({"name": "c"})
+    assert second.rows({"name": "a"}) and second.rows({"name": "b", "ms": None}) and not second.rows({"name": "c"})
     second.add([{"name": "c", "ms": 3.0}])
     assert [record["name"] for record in Sheet(path, CPU, COLUMNS).records] == ["a", "b", "c"]
     assert Sheet(path, CPU, COLUMNS, fresh=True).records == []
     now = take_stamp(CPU)
     monkeypatch.setattr(rows, "take_stamp", lambda device: replace(now, date="2000-01-01"))
-    assert Sheet(path, CPU, COLUMNS).has({"name": "a"})
+    assert Sheet(path, CPU, COLUMNS).rows({"name": "a"})
     monkeypatch.setattr(rows, "take_stamp", lambda device: replace(now, commit="another"))
     later = Sheet(path, CPU, COLUMNS)
     assert (later.records, later.dropped) == ([], 3)
