@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -19,6 +20,7 @@ import flysurgery
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
 from flysurgery.ops.backends.convolution import ConvolutionBackend
 from flysurgery.patterns import Architecture
+from tests.support.tolerance import assert_equal
 
 ARCHITECTURE = Architecture.of((1, 8, 6, 2), (2, 6, 4, 1))
 
@@ -27,20 +29,33 @@ def split() -> SplitLinear:
     return SplitLinear({"q": ButterflyLinear(ARCHITECTURE), "k": nn.Linear(8, 5, bias=False), "v": ButterflyLinear(ARCHITECTURE)})
 
 
-@pytest.mark.parametrize(
-    "build",
-    [lambda: ButterflyLinear(ARCHITECTURE), lambda: ButterflyLinear(ARCHITECTURE, bias=False), split, lambda: ButterflyConv(ARCHITECTURE)],
-)
-def test_the_weight_is_what_the_layer_multiplies_by(build: Callable[[], nn.Module]) -> None:
-    layer = build().double()
-    function = nn.functional.conv2d if isinstance(layer, ButterflyConv) else nn.functional.linear
-    x = torch.randn((2, 8, 3, 5) if isinstance(layer, ButterflyConv) else (7, 8), dtype=torch.float64)
-    found, expected = function(x, layer.weight, layer.bias), layer(x)
-    torch.testing.assert_close(found, expected)
+LAYERS: dict[str, Callable[[], Any]] = {
+    "factors": lambda: ButterflyLinear(ARCHITECTURE),
+    "no bias": lambda: ButterflyLinear(ARCHITECTURE, bias=False),
+    "parts": split,
+    **{f"{axes} axes": lambda axes=axes: ButterflyConv(ARCHITECTURE, axes=axes) for axes in (1, 2, 3)},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_it_computes_what_its_weight_and_bias_say_on_inputs_of_any_shape_and_layout(name: str) -> None:
+    torch.manual_seed(0)
+    layer = LAYERS[name]().double()
+    axes = getattr(layer, "axes", 0)
+    function = (nn.functional.linear, nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[axes]
     parameters = list(layer.parameters())
-    for one, other in zip(*(torch.autograd.grad(y.square().sum(), parameters) for y in (found, expected)), strict=True):
-        torch.testing.assert_close(one, other)
-    assert layer.weight.shape[:2] == (layer.out_features, layer.in_features)
+    for parameter in parameters:  # small integers, whose products and sums are exact in any order
+        parameter.data = torch.randint(-3, 4, parameter.shape).double()
+    x = torch.randint(-3, 4, (2, 8, *(3, 4, 5)[:axes]) if axes else (2, 3, 8)).double()
+    for given in (x, x[0], x[:0], x.transpose(0, 1).contiguous().transpose(0, 1), *(() if axes else (x[0, 0],))):
+        found, expected = layer(given), function(given, layer.weight, layer.bias)
+        assert_equal(found.detach(), expected.detach())
+        for one, other in zip(*(torch.autograd.grad(y.square().sum(), parameters) for y in (found, expected)), strict=True):
+            assert_equal(one, other)
+    if axes == 2:
+        assert layer(x).is_contiguous()
+        assert layer(x.to(memory_format=torch.channels_last)).is_contiguous(memory_format=torch.channels_last)
+    assert layer.weight.shape == (layer.out_features, layer.in_features, *(1,) * axes)
     assert "weight" not in dict(layer.named_parameters(recurse=False))
 
 
