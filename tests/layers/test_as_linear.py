@@ -33,6 +33,8 @@ LAYERS: dict[str, Callable[[], Any]] = {
     "factors": lambda: ButterflyLinear(ARCHITECTURE),
     "no bias": lambda: ButterflyLinear(ARCHITECTURE, bias=False),
     "parts": split,
+    "parts of one kind": lambda: SplitLinear({name: ButterflyLinear(ARCHITECTURE) for name in "qkv"}),
+    "parts without bias": lambda: SplitLinear({name: ButterflyLinear(ARCHITECTURE, bias=False) for name in "qkv"}),
     **{f"{axes} axes": lambda axes=axes: ButterflyConv(ARCHITECTURE, axes=axes) for axes in (1, 2, 3)},
 }
 
