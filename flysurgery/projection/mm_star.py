@@ -9,8 +9,7 @@ from torch import Tensor
 
 from flysurgery.errors import OptionError, PatternError, ProjectionError
 from flysurgery.patterns import Architecture
-from flysurgery.projection.hierarchical import of_equal_magnitude
-from flysurgery.projection.project import Projection, as_projection, checked_matrix
+from flysurgery.projection.project import Projection, as_projection, checked_matrix, of_equal_magnitude
 
 SWEEPS = 10
 """They bring random products of up to 1024x1024 to relative errors of about 1e-10 and less, from 1e-6 at the start."""
