@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import PatternError
-from flysurgery.factors.reference import ks_einsum
-from flysurgery.factors.storage import architecture_of, pattern_of
+from flysurgery.factors.storage import architecture_of, ks_einsum, pattern_of
 from flysurgery.patterns import Pattern
 
 

@@ -1,4 +1,4 @@
-"""The canonical storage: a tensor of shape (a, b, c, d) holds a factor of pattern (a, b, c, d). It is also read as dense blocks."""
+"""What a factor is: a tensor of shape (a, b, c, d) holds one of that pattern, ``to_blocks`` gives its blocks, ``ks_einsum`` its product."""
 
 from __future__ import annotations
 
@@ -57,3 +57,24 @@ def to_blocks(
     """
     pattern = pattern_of(factor)
     return factor.permute(0, 3, 1, 2).reshape(pattern.a * pattern.d, pattern.b, pattern.c).contiguous()
+
+
+def ks_einsum(
+    x: Tensor,  # shape: (*batch, a*c*d)
+    factor: Tensor,  # shape: (a, b, c, d)
+) -> Tensor:  # shape: (*batch, a*b*d), a fresh tensor
+    """Multiply the rows of ``x`` by a Kronecker-sparse factor: ``x @ K.T``.
+
+    ``y[i, p, j] = sum over q of x[i, q, j] * factor[i, p, q, j]`` with rows of x seen as ``(a, c, d)`` and rows of y as
+    ``(a, b, d)``. Costs ``2*a*b*c*d`` flops per row. Any floating or complex dtype, any device, and gradients of any order.
+
+    Raises:
+        PatternError: ``x.shape[-1] != a*c*d``; the message gives both numbers.
+
+    Source: Gonon et al. 2024, arXiv:2405.15013, Algorithm 1.
+    """
+    pattern = pattern_of(factor)
+    if x.dim() == 0 or x.shape[-1] != pattern.in_features:
+        raise PatternError(f"a factor of pattern {pattern} takes rows of {pattern.in_features} features, got x of shape {tuple(x.shape)}")
+    rows = x.reshape(*x.shape[:-1], pattern.a, pattern.c, pattern.d)  # unflatten is Python, which PyTorch 2.11 does not export everywhere
+    return torch.einsum("...iqj,ipqj->...ipj", rows, factor).flatten(-3)
