@@ -28,7 +28,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -189,7 +189,7 @@ def work(entries: Sequence[Entry], device: torch.device) -> None:
                         rows = turn(entry, case)
                 except Exception as error:  # one case's failure is its row
                     rows = [_row(entry, own, f"failed: {first_line(error)}") for own in entry.own]
-            stamp = stamp or asdict(take_stamp(device))
+            stamp = stamp or take_stamp(device)
             texts = [{name: cell(value) for name, value in (row | stamp).items()} for row in rows]
             print(json.dumps(texts), file=answers, flush=True)
         del case

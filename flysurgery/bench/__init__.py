@@ -9,8 +9,7 @@ from flysurgery.bench.plots import check_plot as check_plot
 from flysurgery.bench.plots import draw_tradeoff as draw_tradeoff
 from flysurgery.bench.rows import Record as Record
 from flysurgery.bench.rows import Sheet as Sheet
-from flysurgery.bench.stamp import Stamp as Stamp
-from flysurgery.bench.stamp import take_stamp as take_stamp
+from flysurgery.bench.rows import take_stamp as take_stamp
 from flysurgery.bench.timing import TIMED_MODES as TIMED_MODES
 from flysurgery.bench.timing import in_mode as in_mode
 from flysurgery.bench.timing import modes_of as modes_of

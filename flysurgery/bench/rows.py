@@ -1,28 +1,90 @@
-"""Rows of results as texts, and in CSV files that an interrupted run goes on with."""
+"""Rows of results as texts, with a stamp of where and with what they were taken, and in CSV files that an interrupted run goes on with."""
 
 from __future__ import annotations
 
 import csv
 import io
 import os
+import platform
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flysurgery.bench.stamp import Stamp, take_stamp
+import flysurgery
 from flysurgery.errors import OptionError
 
 Record = dict[str, Any]
 Job = tuple[Record, Callable[[], Iterable[Record]]]
 """The columns that tell one group of rows from the others, and what measures them."""
 
-STAMP = tuple(field.name for field in fields(Stamp))
+
+STAMP = ("date", "device", "driver", "threads", "torch", "flysurgery", "commit", "clocks_mhz")
+"""The columns that a row needs besides its numbers so that it can be compared or repeated."""
+
 SETTING = ("device", "driver", "threads", "torch", "flysurgery", "commit")
 """The columns of a stamp in which kept rows must agree with this run: neither the date nor the clocks."""
+
+
+def take_stamp(device: torch.device) -> Record:
+    """Describe this machine, the software on it and the state of the sources now.
+
+    The driver and the clocks (multiprocessors/memory) are None where nvidia-smi does not tell them.
+    """
+    cuda = device.type == "cuda"
+    driver, *clocks = _asked_of_gpu(device) if cuda else [""]
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(device) if cuda else _cpu_name(),
+        "driver": driver or None,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "flysurgery": flysurgery.__version__,
+        "commit": _commit(),
+        "clocks_mhz": "/".join(clocks) or None,
+    }
+
+
+def _asked_of_gpu(device: torch.device) -> list[str]:
+    query = "--query-gpu=driver_version,clocks.sm,clocks.mem"
+    line = _first_line("nvidia-smi", query, "--format=csv,noheader,nounits", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
+    return line.split(", ") if line else [""]
+
+
+def _cpu_name() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@cache
+def _commit() -> str:
+    """Give the commit of the sources at the first stamp of this process.
+
+    It is ``uncommitted`` where the sources differ from their commit or there is none, and ``installed`` outside git.
+    """
+    git = ("git", "-C", str(Path(flysurgery.__file__).parent))
+    if _first_line(*git, "rev-parse", "--is-inside-work-tree") != "true":
+        return "installed"
+    if _first_line(*git, "status", "--porcelain", "--", ".") is not None:
+        return "uncommitted"
+    return _first_line(*git, "rev-parse", "--short=12", "HEAD") or "uncommitted"
+
+
+def _first_line(*command: str) -> str | None:
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return output.splitlines()[0] if output else None
 
 
 def cell(value: object) -> str:
@@ -133,7 +195,7 @@ class Sheet:
         if fresh:
             return
         stamp = take_stamp(self.device)
-        setting = {name: cell(getattr(stamp, name)) for name in SETTING}
+        setting = {name: cell(stamp[name]) for name in SETTING}
         self.records = [row for row in found if all(row[name] == value for name, value in setting.items())]
         self.dropped = len(found) - len(self.records)
 
@@ -148,7 +210,7 @@ class Sheet:
 
     def add(self, rows: Iterable[Mapping[str, object]]) -> list[Record]:
         """Add rows with a stamp of now, write the file, and give the rows as texts. A column that a row lacks is an empty cell."""
-        stamp = asdict(take_stamp(self.device))
+        stamp = take_stamp(self.device)
         new = [{name: cell((row | stamp).get(name)) for name in (*self.columns, *STAMP)} for row in map(dict, rows)]
         if new:
             self.records += new
