@@ -190,10 +190,9 @@ def _prices(side: Side, fit: tuple[Tensor, Tensor], share: float) -> Tensor:  # 
     """What each feature costs at each place, if ``share`` of the inner indices of each class are there to make it from, the strongest."""
     left, right = (factor_to_dense(factor).to(side.gram.device) for factor in fit)
     strength = left.square().sum(0) * (right @ side.gram * right).sum(1)
-    class_of_inner = side.classes.of_inner.to(strength.device)
-    strongest = []
+    class_of_inner, strongest = side.classes.of_inner, []
     for number in range(side.classes.count):
-        inner = (class_of_inner == number).nonzero()[:, 0]
+        inner = (class_of_inner == number).nonzero()[:, 0].to(strength.device)
         strongest.append(inner[strength[inner].argsort(descending=True, stable=True)[: max(1, round(share * len(inner)))]])
     if side.columns:
         prices = _column_prices(side, [left[:, inner] for inner in strongest])
