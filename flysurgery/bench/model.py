@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,9 @@ from flysurgery.bench.rows import Job, Record
 from flysurgery.bench.timing import TIMED_MODES
 from flysurgery.bench.variants import OPTIMIZED, chosen_backends, definitions, dense_linear, fused_modules, reset
 from flysurgery.errors import OptionError, first_line
-from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.patterns import Architecture
 from flysurgery.surgery import ExampleInput, LayerPlan, Plan, Reason, grouped, install, named_candidates
+from flysurgery.surgery.change import build_empty
 
 WHOLE = "(model)"
 """Stands in the column ``layer`` of rows about the whole model."""
@@ -127,11 +127,15 @@ def layer_jobs(plan: Plan, settings: ModelSettings) -> Iterator[Job]:
 
 def layer_case(layer: LayerPlan, rows: int, searched: Sequence[Architecture], settings: ModelSettings) -> Case:
     """Make one layer ready: dense, as planned, and in further architectures."""
-    device, dtype = settings.device, TIMED_MODES[settings.mode]
-    layers = {PLANNED: _converted(layer, [part.architecture for part in layer.parts])}
-    layers |= {str(architecture): _converted(layer, [architecture] * len(layer.parts)) for architecture in searched}
-    layers = {name: module.to(device, dtype).requires_grad_(False).eval() for name, module in layers.items()}
-    x = torch.randn(rows, layer.in_features, device=device, dtype=dtype)
+    options = {"device": settings.device, "dtype": TIMED_MODES[settings.mode]}
+    dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias, **options).requires_grad_(False).eval()
+    layers: dict[str, Any] = {PLANNED: build_empty(layer, dense)}
+    for architecture in searched:
+        parts = tuple(replace(part, architecture=architecture) for part in layer.parts)
+        layers[str(architecture)] = build_empty(replace(layer, parts=parts), dense)
+    for module in layers.values():
+        reset(module)
+    x = torch.randn(rows, layer.in_features, **options)
     modules: dict[str, nn.Module] = {DENSE: dense_linear(layers[PLANNED]), **layers}
     allow_tf32 = settings.mode == "tf32"
     backends = {name: chosen_backends(module, x, allow_tf32=allow_tf32, rows=rows) for name, module in modules.items()}
@@ -171,18 +175,6 @@ def _case(runs: Mapping[str, nn.Module | str], x: Tensor, count: int, **notes: M
     plain = {name: runs[name.removesuffix(OPTIMIZED)] for name in runs}
     truths, works = definitions({name: module for name, module in plain.items() if isinstance(module, nn.Module)}, x, rows)
     return Case(runs, x, truths, rows, works, notes={**notes, "planned": {name: name == PLANNED for name in runs}})
-
-
-def _converted(layer: LayerPlan, architectures: list[Architecture | None]) -> ButterflyLinear | SplitLinear:
-    parts: list[ButterflyLinear | nn.Linear] = []
-    for part, architecture in zip(layer.parts, architectures, strict=True):
-        if architecture is None:
-            parts.append(nn.Linear(layer.in_features, part.stop - part.start, bias=layer.bias))
-        else:
-            parts.append(ButterflyLinear(architecture, bias=layer.bias))
-    if len(parts) == 1 and isinstance(parts[0], ButterflyLinear):
-        return parts[0]
-    return SplitLinear({part.name or str(index): module for index, (part, module) in enumerate(zip(layer.parts, parts, strict=True))})
 
 
 def _example(plan: Plan, settings: ModelSettings) -> Tensor:
