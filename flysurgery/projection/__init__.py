@@ -16,10 +16,10 @@ from flysurgery.projection.permutation import Sharing as Sharing
 from flysurgery.projection.permutation import Side as Side
 from flysurgery.projection.permutation import choose_orders as choose_orders
 from flysurgery.projection.project import Projection as Projection
+from flysurgery.projection.project import draw as draw
 from flysurgery.projection.project import product_of as product_of
 from flysurgery.projection.project import project as project
-from flysurgery.projection.random_start import draw as draw
-from flysurgery.projection.random_start import random_start as random_start
+from flysurgery.projection.project import random_start as random_start
 from flysurgery.projection.side_by_side import FitProblem as FitProblem
 from flysurgery.projection.side_by_side import fit_side_by_side as fit_side_by_side
 from flysurgery.projection.workers import workers as workers

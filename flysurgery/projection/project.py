@@ -1,14 +1,15 @@
-"""From a dense matrix to the nearest product of Kronecker-sparse factors, and how far it is from the matrix."""
+"""From a dense matrix to the nearest product of Kronecker-sparse factors, or to random ones, and how far it is from the matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from time import perf_counter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flysurgery.errors import PatternError, ProjectionError
 from flysurgery.factors import dense_to_factor, factor_to_dense, factors_to_dense
@@ -107,6 +108,39 @@ def of_equal_magnitude(factors: list[Tensor]) -> tuple[Tensor, ...]:
         return tuple(factors)
     common = largest.log().mean().exp()
     return tuple(factor * (common / own) for factor, own in zip(factors, largest, strict=True))
+
+
+def draw(
+    factors: Iterable[Tensor],  # shapes: (a, b, c, d), left to right
+    architecture: Architecture,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Fill the factors with numbers that give outputs the variance of ``nn.Linear``'s own start.
+
+    ``nn.Linear`` draws its weights uniformly with variance ``1 / (3*in_features)``, which maps inputs of unit variance
+    to outputs of variance 1/3. An output of a factor sums c products, so factors of variance ``1 / c`` keep the
+    variance, and one of ``1 / (3*c)``, the leftmost, brings the third.
+    """
+    for index, (factor, pattern) in enumerate(zip(factors, architecture, strict=True)):
+        bound = math.sqrt((1 if index == 0 else 3) / pattern.c)
+        nn.init.uniform_(factor, -bound, bound, generator)
+
+
+@torch.no_grad()
+def random_start(
+    weight: Tensor,  # shape: (out_features, in_features)
+    architecture: Architecture,
+    seed: int,
+) -> Projection:
+    """Draw factors of any architecture in the place of the nearest ones, and measure how far their product is from ``weight``.
+
+    Raises:
+        PatternError, ProjectionError: as ``project`` does, but that any architecture will do.
+    """
+    started = perf_counter()
+    factors = [torch.empty(pattern.factor_shape, dtype=torch.float64) for pattern in architecture]
+    draw(factors, architecture, torch.Generator().manual_seed(seed))
+    return as_projection(weight, checked_matrix(weight, architecture), architecture, factors, started)
 
 
 def checked_matrix(weight: Tensor, architecture: Architecture) -> Tensor:
