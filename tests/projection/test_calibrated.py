@@ -112,7 +112,7 @@ def test_a_gpu_gives_what_the_cpu_gives(architecture: Architecture) -> None:
 def test_problems_side_by_side_are_fitted_as_each_is_alone(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one architecture do not come to rest together."""
     monkeypatch.setitem(side_by_side.TOGETHER_BYTES, "cpu", together)
-    given = [FitProblem(matrix, each, gram) for each in ARCHITECTURES for matrix, gram in zip(*problems_of(each), strict=True)]
+    given = [FitProblem(matrix.float(), each, gram) for each in ARCHITECTURES for matrix, gram in zip(*problems_of(each), strict=True)]
     given[1::2], given[::2] = given[::2], given[1::2]
     given += [FitProblem(given[0].weight, low_rank(24, 24, rank), given[0].gram) for rank in (2, 5)]
     given.append(FitProblem(random_matrix(square_dyadic(N)), square_dyadic(N), random_gram(N)))
@@ -120,7 +120,7 @@ def test_problems_side_by_side_are_fitted_as_each_is_alone(together: int, monkey
     assert all(found[at][0] == at for at in range(len(given))) and len(found) == len(given)
     assert found[len(given) - 1][1] is None, "other than two factors are not fitted"
     fits = [fit for at in range(len(given)) if (fit := found[at][1]) is not None]
-    alone = [fitted(each.weight, each.architecture, each.gram) for each in given[:-1]]
+    alone = [fitted(each.weight.double(), each.architecture, each.gram) for each in given[:-1]]
     check_alike(fits, alone)
     assert all(torch.allclose(one.product, other.product, rtol=1e-7, atol=1e-7) for one, other in zip(fits, alone, strict=True))
     assert all(each.seconds > 0 for each in fits) and len({len(each.errors) for each in fits[:4]}) > 1
