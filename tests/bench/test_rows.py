@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 from flysurgery.bench import Sheet, rows, take_stamp
 from flysurgery.bench.rows import STAMP, read_table, typed
 from flysurgery.errors import OptionError
+from tests.support.processes import kills, run_apart
 
 CPU = torch.device("cpu")
 COLUMNS = ("name", "ms")
@@ -77,24 +75,21 @@ def test_where_nothing_can_be_kept_is_said_before_measuring(path: str) -> None:
         Sheet(Path(path), CPU, COLUMNS)
 
 
-def test_a_kill_in_the_middle_leaves_whole_groups(tmp_path: Path) -> None:
-    """Groups of two rows, written as fast as they come, by a process that is killed."""
-    path = tmp_path / "rows.csv"
-    code = f"""
-import itertools, torch
-from pathlib import Path
-from flysurgery.bench import Sheet
-sheet = Sheet(Path({str(path)!r}), torch.device("cpu"), ("name", "ms"))
-for index in itertools.count():
-    sheet.add([{{"name": f"{{index}}"}}, {{"name": f"{{index}} again"}}])
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
-    try:
-        while not path.exists() or path.stat().st_size < 10_000:
-            assert process.poll() is None
-            time.sleep(0.01)
-    finally:
-        process.kill()
-        process.wait()
-    names = [record["name"] for record in Sheet(path, CPU, COLUMNS).records]
-    assert names == [f"{index}{kind}" for index in range(len(names) // 2) for kind in ("", " again")]
+def add_and_be_killed(path: Path) -> None:
+    """The file has whole groups, of two rows each, after a kill at any moment; which of them tells whether the last was added."""
+
+    def add() -> None:
+        sheet = Sheet(path, CPU, COLUMNS)
+        sheet.add({"name": f"{len(sheet.records) // 2}{kind}"} for kind in ("", " again"))
+
+    add()
+    counts = []
+    for _ in kills(add):
+        names = [record["name"] for record in Sheet(path, CPU, COLUMNS).records]
+        assert names == [f"{group}{kind}" for group in range(len(names) // 2) for kind in ("", " again")]
+        counts.append(len(names))
+    assert counts == sorted(counts) and counts[0] == 2 < counts[-1]
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    run_apart(add_and_be_killed, tmp_path / "rows.csv")
