@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,14 +15,17 @@ from flysurgery.inference.fused_modules import Step
 from flysurgery.ops import Attention
 
 
-def with_gradients(call: Callable[..., Any], modules: nn.Module) -> Way:
-    """``call``, and the gradients of its inputs and of the modules' parameters that learn, from ones at all of its floating results."""
+def with_gradients(call: Callable[..., Any], modules: nn.Module, images: Collection[torch.Size]) -> Way:
+    """``call``, and the gradients of its inputs and of the modules' parameters that learn, from ones at all of its floating results.
+
+    Inputs of the shapes of ``images`` are given to the model, and nothing asks for their gradients.
+    """
     held = [tensor for each in getattr(modules, "held", ()) if (tensor := getattr(*each)) is not None]
     parameters = [*modules.parameters(), *held]
 
     def run(*inputs: Tensor) -> object:
         with torch.enable_grad():
-            given = [each.detach().requires_grad_(each.is_floating_point()) for each in inputs]
+            given = [each.detach().requires_grad_(each.is_floating_point() and each.shape not in images) for each in inputs]
             leaves = [each for each in pytree.tree_leaves(call(*given)) if isinstance(each, Tensor) and each.requires_grad]
         wanted = [each for each in (*given, *parameters) if each.requires_grad]
         return torch.autograd.grad(leaves, wanted, [torch.ones_like(each) for each in leaves], allow_unused=True)

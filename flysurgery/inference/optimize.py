@@ -143,10 +143,11 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     found = find_groups(model, _example(model, device) if example is None else example)
     built = find_replacements(model, found, trains=bool(training))
     measured: dict[object, Times] = {}
+    images = {each.shape for each in found.seen.example if isinstance(each, Tensor) and each.dim() == 4}
     with rehearsed(model) if training else nullcontext():
         for replacement in built.replacements:
-            _decide(replacement, measured_as, device, measured)
-        fused, whole = _not_slower(model, built.replacements, found.seen.example, training)
+            _decide(replacement, measured_as, device, measured, images)
+        fused, whole = _not_slower(model, built.replacements, found.seen.example, training, images)
     put(model, fused)
     rows = [_row(candidate) for replacement in built.replacements for candidate in replacement.candidates]
     rows += [OptimizeRow(fqn, group, "left", reason, None, None) for group, fqn, reason in built.without]
@@ -177,7 +178,9 @@ def _example(model: nn.Module, device: torch.device) -> Tensor | tuple[Any, ...]
     return example.new_zeros((MEASURED_IMAGES, *example.shape[1:])) if isinstance(example, Tensor) and device.type == "cuda" else example
 
 
-def _decide(replacement: Replacement, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
+def _decide(
+    replacement: Replacement, dtype: torch.dtype, device: torch.device, measured: dict[object, Times], images: set[torch.Size]
+) -> None:
     """Decide for each candidate whether it is fused: whether it may be, a kernel takes it and, on a real device, is faster.
 
     ``measured`` keeps the milliseconds of equal groups.
@@ -204,7 +207,7 @@ def _decide(replacement: Replacement, dtype: torch.dtype, device: torch.device, 
                 continue
             key = (candidate.group, step.likeness(), candidate.shapes, dtype)
             if key not in measured:
-                ways = [with_gradients(each, step) for each in (own, fused)] if step.trains else [own, fused]
+                ways = [with_gradients(each, step, images) for each in (own, fused)] if step.trains else [own, fused]
                 plain_ms, fused_ms = clock.medians_ms(ways, clock.random_inputs(shapes, dtype, device))
                 measured[key] = plain_ms, fused_ms
         candidate.plain_ms, candidate.fused_ms = plain_ms, fused_ms = measured[key]
@@ -213,7 +216,7 @@ def _decide(replacement: Replacement, dtype: torch.dtype, device: torch.device, 
 
 
 def _not_slower(
-    model: nn.Module, replacements: Sequence[Replacement], example: tuple[Any, ...], training: Training
+    model: nn.Module, replacements: Sequence[Replacement], example: tuple[Any, ...], training: Training, images: set[torch.Size]
 ) -> tuple[Fused, Times | None]:
     """What is put into ``model``, so that it is not slower than without, and both times.
 
@@ -229,7 +232,7 @@ def _not_slower(
             return fused, None
         ways, most = [model, view(model, *fused)], clock.MOST_COPIES
         if training:
-            ways, most = [with_gradients(each, model) for each in ways], clock.MOST_BACKWARD
+            ways, most = [with_gradients(each, model, images) for each in ways], clock.MOST_BACKWARD
         with torch.no_grad():
             plain_ms, fused_ms = clock.medians_ms(ways, example, most_copies=most, captured=training is not True)
         if fused_ms <= plain_ms:

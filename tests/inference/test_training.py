@@ -28,6 +28,7 @@ import flysurgery
 from flysurgery import ops
 from flysurgery.errors import InferenceError
 from flysurgery.inference import clock
+from flysurgery.inference.gradients import with_gradients
 from tests.inference.models import SMALL, images, left
 from tests.support.composed import Composed
 from tests.support.processes import two_processes
@@ -124,6 +125,14 @@ def test_measuring_leaves_no_trace() -> None:
     flysurgery.optimize(model, x, training=True)
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     assert all(parameter.grad is None for parameter in parameters) and torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_timed_has_no_gradients_of_images() -> None:
+    x, layer = torch.randn(2, 3, 8, 8), nn.Conv2d(3, 4, 2)
+    of_x, *others = with_gradients(layer, layer, ())(x)
+    assert of_x.shape == x.shape and len(others) == 2
+    found = with_gradients(layer, layer, {x.shape})(x)
+    assert len(found) == 2 and all(map(torch.equal, found, others))
 
 
 def test_other_values_are_refused() -> None:
@@ -307,6 +316,7 @@ from torch.nn.parallel import DistributedDataParallel
 import flysurgery
 from flysurgery import ops
 from flysurgery.inference import clock
+from flysurgery.inference.gradients import with_gradients
 from tests.inference.test_training import distance, gradients, images, learning
 dist.init_process_group("gloo")
 clock.medians_ms = lambda ways, inputs, **_: (2.0, 1.0)
