@@ -34,6 +34,7 @@ class VitSizes:
     """The sizes of a ViT. ``tokens`` are those of its patches alone."""
 
     width: int
+    hidden: int
     heads: int
     depth: int
     image: int
@@ -74,7 +75,8 @@ def vit_sizes(model: str) -> tuple[VitSizes, int]:
         with torch.device("meta"):
             vit: Any = timm.create_model(model, pretrained=False)
         image, patch = vit.patch_embed.img_size[0], vit.patch_embed.patch_size[0]
-        sizes = VitSizes(vit.embed_dim, vit.blocks[0].attn.num_heads, len(vit.blocks), image, patch, vit.num_classes)
+        block = vit.blocks[0]
+        sizes = VitSizes(vit.embed_dim, block.mlp.fc2.in_features, block.attn.num_heads, len(vit.blocks), image, patch, vit.num_classes)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise OptionError(f"'{model}' is no ViT of timm that can be taken apart: {error}") from error
     return sizes, int(getattr(vit, "num_prefix_tokens", 0))
@@ -118,7 +120,7 @@ def _today_units(model: str, arch: str, sizes: VitSizes, tokens: int) -> Iterato
     def part(of: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
         return lambda: copy.deepcopy(of(one())).eval()  # a Residual around parts of the model is in training mode
 
-    token, wide = (tokens, sizes.width), (tokens, 4 * sizes.width)
+    token, wide = (tokens, sizes.width), (tokens, sizes.hidden)
     yield Unit("qkv + bias", part(lambda vit: vit.blocks[0].attn.qkv), token, tokens)
     yield Unit("linear 4N x N + bias", part(lambda vit: vit.blocks[0].mlp.fc1), token, tokens)
     yield Unit("linear N x 4N + bias", part(lambda vit: vit.blocks[0].mlp.fc2), wide, tokens)

@@ -23,7 +23,7 @@ from tests.support.tolerance import assert_equal
 
 WIDTH = 48
 ATTENTION = BLOCK[:3]
-SIZES = VitSizes(WIDTH, 2, 1, 32, 8)
+SIZES = VitSizes(WIDTH, 4 * WIDTH, 2, 1, 32, 8)
 
 
 def vit(width: int = WIDTH, heads: int = 2) -> Any:

@@ -275,6 +275,13 @@ def test_rows_of_real_weights(run_recipe: RunRecipe, given: tuple[object, ...], 
     assert [(row["way"], row["seed"]) for row in second[5:]] == [(way, "1") for way in ways[1:]], "what is random"
 
 
+def test_parts_have_the_hidden_units_of_their_model() -> None:
+    from vit_units import parts
+
+    for name, unit in parts("today", "test_vit", "monarch").items():  # whose blocks have 3 hidden units a feature
+        assert len(unit.make()(torch.randn(1, *unit.shape))) == 1, name
+
+
 def test_rows_are_published_beside_those_of_other_tables(run_recipe: RunRecipe, run_program: object, tmp_path: Path) -> None:
     publish = run_program  # pyright: ignore
     rows = run_recipe("vits.py table6", *ONE_LINEAR)
