@@ -129,6 +129,10 @@ hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
             break;
         }
         const int row = row_of(tile) + warp % 4 * 16 + g, column = tile % kColumnTiles * kColumns + t * 8;
+        const auto store = [&](u16* to, int r, int u, int half, const Vector<16>& out) {  // 8 neighbours of one row
+            const long long at = row + u * 64 + half * 8;
+            if (at < rows) store_now(to + at * HIDDEN + column + r * 32, out);
+        };
         Sums sums;
         u32 slopes[kUnits][kTiles][2];
         multiply(sums, ring, n + warpgroup * kStages, warpgroup, lane);
@@ -150,8 +154,7 @@ hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                         out.w[k] = round2(value[0], value[1]);
                         slopes[u][r * 4 + k][half] = two_slopes(slope[0], slope[1]);
                     }
-                    const long long at = row + u * 64 + half * 8;
-                    if (at < rows) store_now(h + at * HIDDEN + column + r * 32, out);
+                    store(h, r, u, half, out);
                 }
         }
         multiply(sums, ring, n + (turns + warpgroup) * kStages, warpgroup, lane);
@@ -168,8 +171,7 @@ hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                         const u32 two = slopes[u][r * 4 + k][half];
                         out.w[k] = round2(own[2 * half] * slope_of(two, 0), own[2 * half + 1] * slope_of(two, 1));
                     }
-                    const long long at = row + u * 64 + half * 8;
-                    if (at < rows) store_now(du + at * HIDDEN + column + r * 32, out);
+                    store(du, r, u, half, out);
                 }
         n += 2 * turns * kStages;
     }
