@@ -23,8 +23,6 @@
 #include "cluster_ring.cuh"
 #include "exact_activation.cuh"
 #include "instructions.cuh"
-#include "wgmma.cuh"
-#include "wgmma_rows.cuh"
 
 constexpr int kUnits = 384 / COLUMNS, kRows = 64 * kUnits;  // as many rows as a warpgroup's registers hold sums of
 constexpr int kCluster = 2, kThreads = 3 * 128;
@@ -108,24 +106,7 @@ dense_stream(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         const int tile = first + turn * clusters;
         if (tile >= tiles) break;
         float sums[kUnits][kTiles][4] = {};
-        named_barrier_wait(1 + warpgroup, 256);  // who had the turn before has seen all that came before arrive
-#pragma unroll 1
-        for (int s = 0; s < kStages; ++s) {
-            const int n = turn * kStages + s;
-            ring.wait_arrived(n);
-            const u64 a = rows_descriptor(ring.slot(n)), b = wgmma_descriptor(ring.slot(n) + kRowBytes, COLUMNS);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-#pragma unroll
-                for (int u = 0; u < kUnits; ++u) WgmmaShared<COLUMNS>::add(sums[u], a + ((u * 8192 + k * 32) >> 4), b + (k * COLUMNS * 32 >> 4));
-            wgmma_commit();
-            wgmma_wait<1>();  // the stage before is multiplied
-            if (s > 0) ring.free(n - 1, lane);
-        }
-        named_barrier_arrive(2 - warpgroup, 256);
-        wgmma_wait<0>();
-        ring.free(turn * kStages + kStages - 1, lane);
+        multiply_in_turn<kStages>(sums, ring, turn * kStages, warpgroup, lane);
 
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) {

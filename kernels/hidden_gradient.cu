@@ -18,8 +18,6 @@
 // Limits: sm_90a; FEATURES a multiple of 64, HIDDEN one of 128; rows begin at multiples of 16 bytes.
 #include "activation_slope.cuh"
 #include "cluster_ring.cuh"
-#include "wgmma.cuh"
-#include "wgmma_rows.cuh"
 
 constexpr int kUnits = 2, kRows = 64 * kUnits, kColumns = 128;
 constexpr int kCluster = 2, kThreads = 3 * 128;
@@ -43,7 +41,7 @@ __device__ __forceinline__ float slope_of(u32 two, int which) {
     return f;
 }
 
-// A warpgroup's turn: the stages from the n-th on.
+// A warpgroup's turn, from the n-th slot on.
 __device__ __forceinline__ void multiply(Sums& sums, const Ring& ring, int n, int warpgroup, int lane) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u)
@@ -51,23 +49,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Ring& ring, int n, in
         for (int c = 0; c < kTiles; ++c)
 #pragma unroll
             for (int e = 0; e < 4; ++e) sums[u][c][e] = 0.0f;
-    named_barrier_wait(1 + warpgroup, 256);  // who had the turn before has seen all that came before arrive
-#pragma unroll 1
-    for (int s = 0; s < kStages; ++s, ++n) {
-        ring.wait_arrived(n);
-        const u64 a = rows_descriptor(ring.slot(n)), b = wgmma_descriptor(ring.slot(n) + kRows * 128, kColumns);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-#pragma unroll
-            for (int u = 0; u < kUnits; ++u) WgmmaShared<kColumns>::add(sums[u], a + ((u * 8192 + k * 32) >> 4), b + (k * kColumns * 32 >> 4));
-        wgmma_commit();
-        wgmma_wait<1>();  // the stage before is multiplied
-        if (s > 0) ring.free(n - 1, lane);
-    }
-    named_barrier_arrive(2 - warpgroup, 256);
-    wgmma_wait<0>();
-    ring.free(n - 1, lane);
+    multiply_in_turn<kStages>(sums, ring, n, warpgroup, lane);
 }
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)

@@ -7,11 +7,10 @@
 // read from the L1 and L2 caches. blockIdx: inputs, outputs, linear.
 //
 // left, right: factors of shapes (a, b, c, d); w: (linears, outputs, inputs), float32. MODE is the factors' dtype: 0 fp16, 1 bf16, 2 float32.
-// Defines: LINEARS, MODE, ROWS (4, 8 or 16), L_A L_B L_C L_D and R_A R_B R_C R_D, the patterns of the factors.
+// Defines: LINEARS, MODE, ROWS (4, 8 or 16), EACH (inputs of a thread, 2 where R_D is 1 and R_C even, or 1), L_A L_B L_C L_D and R_A R_B R_C R_D, the patterns of the factors.
 #include "factor_values.cuh"
 
 constexpr int kOutputs = L_A * L_B * L_D, kInputs = R_A * R_C * R_D, kThreads = 128;
-constexpr int kEach = R_D == 1 && R_C % 2 == 0 ? 2 : 1;  // inputs of a thread
 constexpr int kRowTiles = (L_B + ROWS - 1) / ROWS, kLine = ROWS + 4;
 static_assert(L_A * L_C * L_D == R_A * R_B * R_D, "factors that fit each other");
 
@@ -30,18 +29,18 @@ extern "C" __global__ void __launch_bounds__(kThreads) multiply_out(const int3* 
         lines[q * kLine + row] = first_row + row < L_B ? value_of(from_left[(long long)row * L_C * L_D + q * L_D]) : 0.0f;
     }
     __syncthreads();
-    const int input = (blockIdx.x * kThreads + threadIdx.x) * kEach;
+    const int input = (blockIdx.x * kThreads + threadIdx.x) * EACH;
     if (input >= kInputs) return;
     const int right_block = input / (R_C * R_D), right_residue = input % R_D;
     const int3 shared = shared_features[(left_block * L_D + left_residue) * (R_A * R_D) + right_block * R_D + right_residue];
     const Weight* from_right = right + (long long)right_block * R_B * R_C * R_D + input % (R_C * R_D);
-    float sums[ROWS][kEach] = {};
+    float sums[ROWS][EACH] = {};
 #pragma unroll 4
     for (int n = 0, m = shared.x; n < shared.z; ++n, m += shared.y) {
         const float4* line = reinterpret_cast<const float4*>(lines + (m / L_D - left_block * L_C) * kLine);
-        float value[kEach];
+        float value[EACH];
 #pragma unroll
-        for (int e = 0; e < kEach; ++e) value[e] = value_of(from_right[(long long)(m / R_D - right_block * R_B) * R_C * R_D + e]);
+        for (int e = 0; e < EACH; ++e) value[e] = value_of(from_right[(long long)(m / R_D - right_block * R_B) * R_C * R_D + e]);
 #pragma unroll
         for (int k = 0; k < ROWS; k += 4) {
             const float4 four = line[k / 4];
@@ -49,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) multiply_out(const int3* 
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
-                for (int e = 0; e < kEach; ++e) sums[k + i][e] = fmaf(rows[i], value[e], sums[k + i][e]);
+                for (int e = 0; e < EACH; ++e) sums[k + i][e] = fmaf(rows[i], value[e], sums[k + i][e]);
         }
     }
     w += ((long long)blockIdx.z * kOutputs + (left_block * L_B + first_row) * L_D + left_residue) * kInputs + input;
@@ -57,5 +56,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) multiply_out(const int3* 
     for (int k = 0; k < ROWS; ++k)
         if (first_row + k < L_B)
 #pragma unroll
-            for (int e = 0; e < kEach; ++e) w[(long long)k * L_D * kInputs + e] = sums[k][e];
+            for (int e = 0; e < EACH; ++e) w[(long long)k * L_D * kInputs + e] = sums[k][e];
 }

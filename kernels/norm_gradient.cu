@@ -6,17 +6,16 @@
 // read once, and dx.
 //
 // sums: (blocks, 2, COLUMNS) float32, to be added up over blocks. A null r stands for zeros.
-// Defines: COLUMNS; MODE, the type of x, g, r and dx: 0 float16, 1 bfloat16, 2 float32. The weight is float32; a null one stands for ones.
+// Defines: COLUMNS; MODE, the type of x, g, r and dx: 0 float16, 1 bfloat16, 2 float32. The weight is float32; a null one stands for ones. WARPS of a
+// block: more keep more rows on their way, and leave each fewer registers.
 // Limits: sm_80 or newer; all rows lie one after the other and hold a multiple of 16 bytes, at most 1024 columns.
 #include "row_vectors.cuh"
 
-constexpr int kHeld = kSteps * kWidth;                       // columns of a lane
-constexpr bool kAhead = kHeld <= (MODE == 2 ? 16 : 24);      // wider rows need the registers
-constexpr int kBlockWarps = kHeld <= 16 ? 2 * kWarps : kWarps;  // likewise; more of them keep more rows on their way
+constexpr bool kAhead = kSteps * kWidth <= (MODE == 2 ? 16 : 24);  // wider rows need the registers
 
-extern "C" __global__ void __launch_bounds__(32 * kBlockWarps) norm_gradient(
+extern "C" __global__ void __launch_bounds__(32 * WARPS) norm_gradient(
     const char* x, const char* g, const char* r, const float* weight, char* dx, float* sums, long long rows, int eps_bits) {
-    __shared__ float parts[kBlockWarps][COLUMNS];
+    __shared__ float parts[WARPS][COLUMNS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float of_weight[kSteps][kWidth] = {}, of_bias[kSteps][kWidth] = {};
     Vector<16> next_x[kSteps], next_g[kSteps], next_r[kSteps];
@@ -31,9 +30,9 @@ extern "C" __global__ void __launch_bounds__(32 * kBlockWarps) norm_gradient(
             }
     };
     wait_for_kernels_before();
-    long long row = (long long)blockIdx.x * kBlockWarps + warp;
+    long long row = (long long)blockIdx.x * WARPS + warp;
     if (kAhead) read(row);
-    for (; row < rows; row += (long long)gridDim.x * kBlockWarps) {
+    for (; row < rows; row += (long long)gridDim.x * WARPS) {
         if (!kAhead) read(row);
         float n[kSteps][kWidth] = {}, h[kSteps][kWidth] = {};
         Vector<16> beside[kSteps];
@@ -47,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(32 * kBlockWarps) norm_gradient(
 #pragma unroll
                 for (int k = 0; k < kWidth; ++k) sum += n[step][k];
             }
-        if (kAhead) read(row + (long long)gridDim.x * kBlockWarps);
+        if (kAhead) read(row + (long long)gridDim.x * WARPS);
         const float scale = rsqrtf(center(n, sum, lane).y * (1.0f / COLUMNS) + __int_as_float(eps_bits));
         float of_h = 0.0f, of_product = 0.0f;
 #pragma unroll
@@ -81,10 +80,10 @@ extern "C" __global__ void __launch_bounds__(32 * kBlockWarps) norm_gradient(
 #pragma unroll
                 for (int k = 0; k < kWidth; ++k) parts[warp][(step * 32 + lane) * kWidth + k] = own[step][k];
         __syncthreads();
-        for (int column = threadIdx.x; column < COLUMNS; column += 32 * kBlockWarps) {
+        for (int column = threadIdx.x; column < COLUMNS; column += 32 * WARPS) {
             float sum = 0.0f;
 #pragma unroll
-            for (int w = 0; w < kBlockWarps; ++w) sum += parts[w][column];
+            for (int w = 0; w < WARPS; ++w) sum += parts[w][column];
             to[column] = sum;
         }
         __syncthreads();

@@ -41,9 +41,9 @@ def kernel_of(tile: Any, device_index: int, *options: object) -> Kernel:
 
 
 @lru_cache(maxsize=1024)
-def rows_kernel(name: str, features: int, dtype: torch.dtype, device_index: int, activation: str = "none", moments: bool = False) -> Kernel:
-    """A kernel of whole rows."""
-    return load_kernel(name, macros(columns=features, mode=dtype, activation=activation, moments=moments), device_index)
+def rows_kernel(name: str, features: int, dtype: torch.dtype, device_index: int, activation: str = "none", **more: int) -> Kernel:
+    """A kernel of whole rows, with further macros."""
+    return load_kernel(name, macros(columns=features, mode=dtype, activation=activation, **more), device_index)
 
 
 def load_kernel(name: str, defines: Mapping[str, int | str], device_index: int) -> Kernel:

@@ -94,7 +94,7 @@ def _wide(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor
 
 def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, eps: float, *, moments: bool = False) -> None:
     device_index = x.device.index
-    rows_kernel("layer_norm", x.shape[1], x.dtype, device_index, "none", moments).launch(
+    rows_kernel("layer_norm", x.shape[1], x.dtype, device_index, moments=moments).launch(
         (-(-x.shape[0] // _ROWS_OF_BLOCK), 1, 1),
         (32 * _ROWS_OF_BLOCK, 1, 1),
         0,
@@ -132,14 +132,14 @@ def norm_gradient(
     sums = torch.empty((blocks, 2, features), dtype=torch.float32, device=x.device)
     wide = None if weight is None else packed(weight.detach().float())
     operands = packed(x), packed(gradient), None if beside is None else packed(beside), wide, found, sums
-    rows_kernel("norm_gradient", features, x.dtype, index).launch(
+    rows_kernel("norm_gradient", features, x.dtype, index, warps=warps).launch(
         (blocks, 1, 1), (32 * warps, 1, 1), 0, current_stream(index), *operands, rows, float_bits(eps), early=True
     )
     return NormGradient(found, *sums.sum(0))
 
 
 def _warps(features: int, dtype: torch.dtype) -> int:
-    """The warps of a block, as the kernel has them: more where a lane's columns leave them registers."""
+    """The warps of a block of the kernel: more where a lane's columns leave them registers."""
     columns = _VECTOR_BYTES // dtype.itemsize
     return 16 if -(-features // (32 * columns)) * columns <= 16 else 8
 

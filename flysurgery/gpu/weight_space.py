@@ -105,15 +105,15 @@ def multiplied_out(
     """The products of the factors, one linear below the other. No gradients."""
     length = len(factors) // linears
     dtype, *others = {factor.dtype for factor in factors}
-    rows = rows_of_product(architecture_of(factors[:length]))
+    rows = _rows_of_block(architecture_of(factors[:length]))
     if length == 2 and rows and kernels_take(factors[0]) and dtype in DTYPE_NUMBERS and not others:
         return _multiplied_by_kernel([factor.contiguous() for factor in factors], linears, rows)
     wide = [factor.detach().to(torch.promote_types(factor.dtype, torch.float32)) for factor in factors]
     return torch.cat([factors_to_dense(wide[start : start + length]) for start in range(0, len(factors), length)])
 
 
-def rows_of_product(architecture: Architecture) -> int:
-    """How many outputs a block of the kernel of products has: as many as leave room in shared memory; 0 where no number does."""
+def _rows_of_block(architecture: Architecture) -> int:
+    """The outputs of a block of the kernel of products: as many as its shared memory has room for; 0 where it has none."""
     return next((rows for rows in (16, 8, 4) if 4 * architecture.patterns[0].c * (rows + 4) <= _MOST_BYTES), 0)
 
 
@@ -124,7 +124,7 @@ def _multiplied_by_kernel(factors: Sequence[Tensor], linears: int, rows: int) ->
     each = 2 if right.d == 1 and right.c % 2 == 0 else 1
     grid = -(-architecture.in_features // (each * _THREADS)), left.a * -(-left.b // rows) * left.d, linears
     operands = _table(shared_features, architecture, index), found, *factors[::2], *factors[1::2]
-    kernel = _kernel("multiply_out", architecture, factors[0].dtype, linears, index, ROWS=rows)
+    kernel = _kernel("multiply_out", architecture, factors[0].dtype, linears, index, ROWS=rows, EACH=each)
     kernel.launch(grid, (_THREADS, 1, 1), 0, current_stream(index), *operands)
     return found
 
