@@ -17,7 +17,7 @@ _ROWS, _COLUMNS, _BATCH, _THREADS = 128, 128, 64, 384
 _SLOT_BYTES = (_ROWS + _COLUMNS) * _BATCH * 2 + 16
 """Of rows, weights and two barriers."""
 
-_MOST_STAGES = 6
+_FEWEST_STAGES, _MOST_STAGES = 2, 6
 
 
 def hidden_gradient_takes(
@@ -28,7 +28,7 @@ def hidden_gradient_takes(
     """Whether the kernel takes these inputs of a block with this many outputs and hidden units."""
     features = x.shape[1]
     sizes = features == out_features and features % _BATCH == 0 and hidden % _COLUMNS == 0 and len(x) > 0
-    return sizes and kernels_take(x) and x.dtype in HALF_MODES
+    return sizes and kernels_take(x) and x.dtype in HALF_MODES and _stages(hidden, x.device.index) >= _FEWEST_STAGES
 
 
 def hidden_image(
@@ -76,7 +76,12 @@ def run_hidden_gradient(
 
 @lru_cache(maxsize=64)
 def _kernel(features: int, hidden: int, dtype: torch.dtype, activation: str, device_index: int) -> tuple[Kernel, int]:
-    """The kernel, and its shared memory: as many slots as there is room for, up to ``_MOST_STAGES``."""
-    stages = min(_MOST_STAGES, (shared_limit_of(device_index) - 4 * hidden) // _SLOT_BYTES)
+    """The kernel, and its shared memory."""
+    stages = _stages(hidden, device_index)
     defines = macros(features=features, hidden=hidden, mode=dtype, activation=activation, stages=stages)
     return load_kernel("hidden_gradient", defines, device_index), stages * _SLOT_BYTES + 4 * hidden
+
+
+def _stages(hidden: int, device_index: int) -> int:
+    """As many slots as there is room for beside the biases, up to ``_MOST_STAGES``."""
+    return min(_MOST_STAGES, (shared_limit_of(device_index) - 4 * hidden) // _SLOT_BYTES)
