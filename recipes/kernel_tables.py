@@ -6,6 +6,7 @@ The tables:
 
     attention            attention of halves in short sequences, for the sizes of timm's models, beside PyTorch's backends
     attention_gradients  the same in bf16, with the gradient of q, k and v side by side; "cuda" is this project's
+    hidden_gradients     hidden units of a ViT's feed-forward block and their gradients, as a backward pass needs them
     norm_linear          a norm with q, k and v of a ViT-S/16 in one launch, beside dense and compiled
     factor_gradients     the gradients of a layer's factors, for the layers of a ViT-S/16 block, beside einsum
     fused_ffn            feed-forward blocks with norm and residual, beside separate operators, dense and compiled
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from recipe import Place, Run, Table, run
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
@@ -40,6 +42,8 @@ from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.bench.ceilings import Work
 from flysurgery.factors import factors_to_dense, ks_einsum
 from flysurgery.gpu.gradients import all_gradients
+from flysurgery.gpu.hidden_gradient import hidden_image, run_hidden_gradient
+from flysurgery.gpu.row_sums import activation_gradient
 from flysurgery.ops import Dense, FusedFactors, Norm
 from flysurgery.patterns import Architecture, gonon, monarch
 
@@ -215,6 +219,35 @@ def attention_gradients(place: Place, *, rows: int, tokens: int, width: int, mod
     return Case(runs, both, gradient(plainly)(both.double()), None, work)
 
 
+def hidden_gradients(place: Place, *, rows: int, width: int, mode: str) -> Case:
+    """Hidden units and their gradients, of which the latter are checked. x holds the inputs and the gradients of the outputs."""
+    drawn, hidden = Drawn(place, mode), 4 * width
+    first, last = (drawn.tensor(*shape, deviation=width**-0.5) for shape in ((hidden, width), (width, hidden)))
+    bias = drawn.tensor(hidden)
+
+    def products(both: Tensor) -> tuple[Tensor, Tensor]:  # shapes: (rows, hidden) twice
+        x, dy = both.view(2, rows, width)
+        return torch.addmm(bias.to(x), x, first.to(x).t()), dy @ last.to(x)
+
+    def dense(both: Tensor) -> Tensor:
+        u, gradient = products(both)
+        functional.gelu(u)  # hidden units, which the weight's gradient needs
+        return torch.ops.aten.gelu_backward(gradient, u)
+
+    def composed(both: Tensor) -> Tensor:
+        u, gradient = products(both)
+        activation_gradient(u, gradient, "gelu")
+        return gradient
+
+    def kernel(both: Tensor) -> Tensor:
+        x, dy = both.view(2, rows, width)
+        return run_hidden_gradient(x, dy, image, bias, "gelu")[1]
+
+    both, image = drawn.tensor(2 * rows * width), hidden_image(first, last)
+    work = Work(5 * both.nbytes, 4 * rows * width * hidden)
+    return Case({"dense": dense, "composed": composed, "cuda": place.kernel(kernel)}, both, dense(both.double()), None, work)
+
+
 LAYERS: dict[str, tuple[Architecture, int]] = {
     "square": (gonon(384, 384), 1),
     "qkv": (gonon(384, 384), 3),
@@ -278,6 +311,14 @@ TABLES = {
         {"mode": ("bf16",)},
         attention_gradients,
         cases=[{"rows": images * tokens, "tokens": tokens, "width": 64 * heads} for images, tokens, heads in SIZES[4:]],
+        needs_cuda=True,
+        few=1,
+        seconds=0.1,
+    ),
+    "hidden_gradients": Table(
+        {"mode": ("bf16", "fp16")},
+        hidden_gradients,
+        cases=[{"rows": images * tokens, "width": width} for images, tokens, width in ((128, 197, 384), (64, 197, 768), (64, 257, 1024))],
         needs_cuda=True,
         few=1,
         seconds=0.1,

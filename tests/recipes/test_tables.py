@@ -15,7 +15,7 @@ from tests.recipes.conftest import RECIPES, RunRecipe, picture
 
 ONE_LINEAR = ("--model", "test_vit", "--arch", "monarch", "--protocol", "paper", "--unit", "linear N x N", "--candidates", "dense,bmm")
 
-KERNELS = ("attention", "attention_gradients", "norm_linear", "factor_gradients", "fused_ffn", "few_rows")
+KERNELS = ("attention", "attention_gradients", "hidden_gradients", "norm_linear", "factor_gradients", "fused_ffn", "few_rows")
 
 
 def test_table_3_has_every_part_right_in_both_protocols(run_recipe: RunRecipe) -> None:
