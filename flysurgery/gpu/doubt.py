@@ -27,6 +27,11 @@ def _tick() -> int:
     return _Moments.now
 
 
+def moment() -> int:
+    """The last occasion of such writes: a number that another one replaces."""
+    return _Moments.now
+
+
 class Trust:
     """What is known about parameters when something is derived from them.
 

@@ -65,12 +65,8 @@ def run_ffn(
     activation: str,
     scale: Tensor | None,
     residual: bool,
-    *,
-    trains: bool = False,
 ) -> Tensor:  # shape: (rows, out_features)
     """Find the kernel and the packed weights, and launch it on the current stream.
-
-    With ``trains`` a CUDA graph that is captured packs weights that require gradients in each replay.
 
     Raises:
         BackendError: the kernel cannot run this; ``ffn_obstacle`` tells beforehand.
@@ -89,7 +85,7 @@ def run_ffn(
         return (pack_ffn(tile, factors, (up_bias, down_bias), affine, scale, x.dtype),)
 
     token = ("ffn", kernel, x.dtype, *[part is not None for part in parts])
-    (image,), early = derived_for_launch(token, present(*ups, *downs, *parts), make, inference=not trains)
+    (image,), early = derived_for_launch(token, present(*ups, *downs, *parts), make)
     x, rows, units = readable(x), x.shape[0], -(-x.shape[0] // ROWS_OF_WARPGROUP)
     written = units * ROWS_OF_WARPGROUP if tile.whole_units else rows
     y = fresh((written, tile.factors[3].out_features), x.dtype, x.device)[:rows]

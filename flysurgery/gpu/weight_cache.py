@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, UntypedStorage
 
+from flysurgery.gpu.branch import ahead, know
 from flysurgery.gpu.doubt import Trust, doubt
 from flysurgery.gpu.replay.recording import mark_changed, rely_on
 from flysurgery.torch_state import without_autocast
@@ -51,10 +52,10 @@ def derived(
     ``forget_derived`` lists the writes that are missed. Of inference tensors, which count no versions, and of views of a larger memory,
     such as the flat buffers of FSDP1 and DeepSpeed, which are written to as a whole, nothing is remembered.
 
-    While a CUDA graph is captured, tensors derived from sources that require gradients are made inside the graph, because
-    replays must follow their training. Tensors derived from frozen sources, and in a block of ``taking`` those for ``inference`` from
-    any source, are read as they are. If these sources are written to later, the next call outside the graph updates what the graph
-    reads.
+    While a CUDA graph is captured, tensors derived from sources that require gradients are made inside the graph, ahead of what is
+    queued, because replays must follow their training. Tensors derived from frozen sources, and in a block of ``taking`` those from any
+    source, are read as they are, and so are those for ``inference`` outside of a block of ``training``. If these sources are written to
+    later, the next call outside the graph updates what the graph reads.
 
     Args:
         token: names what is derived, and how.
@@ -63,9 +64,9 @@ def derived(
     """
     capturing = sources[0].is_cuda and torch.cuda.is_current_stream_capturing()
     taken = _present.taken if capturing else None
-    follows = capturing and not inference and taken is None
+    follows = capturing and taken is None and (_present.trains or not inference)
     if capturing and any(source.is_inference() or (follows and source.requires_grad) for source in sources):
-        return _make(make)
+        return ahead(sources, lambda: _make(make))
     if any(map(Tensor.is_inference, sources)):
         return make_to_keep(make, sources[0].device)
     key = (sources[0].data_ptr(), len(sources), token)
@@ -79,7 +80,8 @@ def derived(
             taken.add(entry.tensors, sources)
         return entry.tensors
     if capturing:
-        return _make(make)
+        return ahead(sources, lambda: _make(make))
+    know(sources)
     trust, tensors = Trust(sources), make_to_keep(make, sources[0].device)
     if any(source.nbytes < source.untyped_storage().nbytes() for source in sources):
         return tensors
@@ -247,6 +249,7 @@ class Taken:
 
 class _Present(threading.local):
     taken: Taken | None = None  # of the graph that this thread captures; without one, a graph packs weights that require gradients itself
+    trains = False
 
 
 _present = _Present()
@@ -264,3 +267,13 @@ def taking() -> Iterator[Taken]:
     finally:
         _present.taken = None
         taken.trust()
+
+
+@contextmanager
+def training() -> Iterator[None]:
+    """Let operators without gradients be part of training: graphs that are captured in the block pack weights in each replay."""
+    before, _present.trains = _present.trains, True
+    try:
+        yield
+    finally:
+        _present.trains = before

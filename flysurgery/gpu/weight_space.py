@@ -101,15 +101,16 @@ def tiles_of(architecture: Architecture) -> list[list[int]]:
 def multiplied_out(
     factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right; of several linears of one architecture one after the other
     linears: int,
-) -> Tensor:  # shape: (linears * out_features, in_features), float32 or wider
-    """The products of the factors, one linear below the other. No gradients."""
+    dtype: torch.dtype,
+) -> Tensor:  # shape: (linears * out_features, in_features)
+    """The products of the factors in ``dtype``, one linear below the other, summed in float32 or wider. No gradients."""
     length = len(factors) // linears
-    dtype, *others = {factor.dtype for factor in factors}
+    given, *others = {factor.dtype for factor in factors}
     rows = _rows_of_block(architecture_of(factors[:length]))
-    if length == 2 and rows and kernels_take(factors[0]) and dtype in DTYPE_NUMBERS and not others:
-        return _multiplied_by_kernel([factor.contiguous() for factor in factors], linears, rows)
+    if length == 2 and rows and kernels_take(factors[0]) and {given, dtype} <= {*DTYPE_NUMBERS} and not others:
+        return _multiplied_by_kernel([factor.contiguous() for factor in factors], linears, rows, dtype)
     wide = [factor.detach().to(torch.promote_types(factor.dtype, torch.float32)) for factor in factors]
-    return torch.cat([factors_to_dense(wide[start : start + length]) for start in range(0, len(factors), length)])
+    return torch.cat([factors_to_dense(wide[start : start + length]).to(dtype) for start in range(0, len(factors), length)])
 
 
 def _rows_of_block(architecture: Architecture) -> int:
@@ -117,14 +118,14 @@ def _rows_of_block(architecture: Architecture) -> int:
     return next((rows for rows in (16, 8, 4) if 4 * architecture.patterns[0].c * (rows + 4) <= _MOST_BYTES), 0)
 
 
-def _multiplied_by_kernel(factors: Sequence[Tensor], linears: int, rows: int) -> Tensor:
+def _multiplied_by_kernel(factors: Sequence[Tensor], linears: int, rows: int, dtype: torch.dtype) -> Tensor:
     architecture, index = architecture_of(factors[:2]), factors[0].device.index
-    found = torch.empty((linears * architecture.out_features, architecture.in_features), dtype=torch.float32, device=factors[0].device)
+    found = torch.empty((linears * architecture.out_features, architecture.in_features), dtype=dtype, device=factors[0].device)
     left, right = architecture.patterns
     each = 2 if right.d == 1 and right.c % 2 == 0 else 1
     grid = -(-architecture.in_features // (each * _THREADS)), left.a * -(-left.b // rows) * left.d, linears
     operands = _table(shared_features, architecture, index), found, *factors[::2], *factors[1::2]
-    kernel = _kernel("multiply_out", architecture, factors[0].dtype, linears, index, ROWS=rows, EACH=each)
+    kernel = _kernel("multiply_out", architecture, factors[0].dtype, linears, index, ROWS=rows, EACH=each, OUT=DTYPE_NUMBERS[dtype])
     kernel.launch(grid, (_THREADS, 1, 1), 0, current_stream(index), *operands)
     return found
 

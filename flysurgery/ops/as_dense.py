@@ -17,11 +17,11 @@ Group = Sequence[Linear]
 
 
 class AsDense(NamedTuple):
-    """``weight`` and ``bias``, scaled and in the dtype of x. ``matrix`` is the weight before: float32, or as the linears have it."""
+    """``weight`` and ``bias``, scaled and in the dtype of x. ``matrix`` is the weight before the scale, in float32 or wider."""
 
     weight: Tensor  # shape: (sum of all out_features, in_features)
     bias: Tensor | None  # shape: (sum of all out_features,)
-    matrix: Tensor  # shape: (sum of all out_features, in_features)
+    matrix: Tensor | None  # shape: (sum of all out_features, in_features); None where there is no scale
 
     def __call__(self, x: Tensor) -> Tensor:  # shapes: (rows, in_features) -> (rows, sum of all out_features)
         """The linears' outputs, side by side."""
@@ -31,10 +31,11 @@ class AsDense(NamedTuple):
 
 def as_dense(group: Group, scale: Tensor | None, dtype: torch.dtype) -> AsDense:
     """Multiply factors out and put the linears side by side. No gradients."""
-    matrix, bias = _matrix_of(group), _bias_of(group)
-    weight = matrix if scale is None else matrix * scale[:, None]
-    bias = bias if bias is None or scale is None else bias * scale
-    return AsDense(weight.to(dtype), None if bias is None else bias.to(dtype), matrix)
+    bias = _bias_of(group)
+    if scale is None:
+        return AsDense(_matrix_of(group, dtype).to(dtype), None if bias is None else bias.to(dtype), None)
+    matrix = _matrix_of(group, torch.promote_types(dtype, torch.float32))
+    return AsDense((matrix * scale[:, None]).to(dtype), None if bias is None else (bias * scale).to(dtype), matrix)
 
 
 def side_by_side(group: Group, dtype: torch.dtype) -> Dense:
@@ -54,11 +55,12 @@ def of_linears(
     of_bias: Tensor,  # shape: (sum of all out_features,), likewise
     group: Group,
     scale: Tensor | None,
-    matrix: Tensor,  # of ``AsDense``
+    matrix: Tensor | None,  # of ``AsDense``
 ) -> tuple[tuple[Linear, ...], Tensor | None]:
     """The gradients of the linears and of the scale, in their dtypes, from those of the scaled weight and bias."""
     of_scale = None
     if scale is not None:
+        assert matrix is not None, "a dense layer with a scale keeps it"
         bias = _bias_of(group)
         of_scale = (matrix * of_weight).sum(1)
         of_scale = (of_scale if bias is None else of_scale + bias * of_bias).to(scale.dtype)
@@ -75,11 +77,12 @@ def of_linears(
     return tuple(FusedFactors(tuple(found[length * n : length * (n + 1)]), bias) for n, bias in enumerate(biases)), of_scale
 
 
-def _matrix_of(group: Group) -> Tensor:  # shape: (sum of all out_features, in_features)
+def _matrix_of(group: Group, dtype: torch.dtype) -> Tensor:  # shape: (sum of all out_features, in_features)
+    """The weights, those of factors in ``dtype``."""
     factors = _alike_factors(group)
     if factors is not None:
-        return multiplied_out(factors, len(group))
-    parts = [member.weight.flatten(1) if isinstance(member, Dense) else multiplied_out(member.factors, 1) for member in group]
+        return multiplied_out(factors, len(group), dtype)
+    parts = [member.weight.flatten(1) if isinstance(member, Dense) else multiplied_out(member.factors, 1, dtype) for member in group]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

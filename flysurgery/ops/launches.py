@@ -74,10 +74,10 @@ def fused_norm_linear(
     return run_fused_linears(x, norm, group, None, activation, None, None, mode_for(x))
 
 
-def in_one_launch(x: Tensor, group: Sequence[FusedFactors]) -> bool:
-    """Whether the fused kernel takes linears with their norm."""
+def in_one_launch(x: Tensor, group: Sequence[FusedFactors], *, norm: bool = True) -> bool:
+    """Whether the fused kernel takes linears with their norm, or without one."""
     limit = shared_limit_of(x.device.index)
-    return alike(group) and fused_reason(group[0].architecture, mode_for(x), len(group), limit, norm=True) is None
+    return alike(group) and fused_reason(group[0].architecture, mode_for(x), len(group), limit, norm=norm) is None
 
 
 def alike(group: Sequence[FusedFactors]) -> bool:

@@ -1,8 +1,8 @@
-"""Fused operations with gradients: what stands between two attentions, forward and backward, in dense products and few other launches.
+"""Fused operations with gradients: what stands between two attentions, forward and backward, in few launches.
 
-The forward pass keeps an operation's input, and the norm before q, k and v, so one launch may make a whole feed-forward block. The backward
-pass computes hidden units again: a product costs less than to write and to read what it gives. It multiplies factors out, because the sum
-over rows of their gradients is a dense product anyway.
+The forward pass multiplies by the kernels of inference where they take an operation, and keeps its input, and the norm before q, k and v.
+The backward pass computes hidden units again: a product costs less than to write and to read what it gives. It multiplies factors out,
+because the sum over rows of their gradients is a dense product anyway.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flysurgery.gpu.branch import Branch, ahead
 from flysurgery.gpu.device import kernels_take
 from flysurgery.gpu.doubt import doubt_trained
-from flysurgery.gpu.ffn import run_ffn
 from flysurgery.gpu.gradients import summed
 from flysurgery.gpu.hidden_gradient import hidden_gradient_takes, hidden_image, run_hidden_gradient
 from flysurgery.gpu.layer_norm import NormGradient, norm_gradient, present_norm
+from flysurgery.gpu.modes import mode_for
 from flysurgery.gpu.parts import FusedFactors, Gated, Linear, Norm, present
+from flysurgery.gpu.product import run_product
 from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
+from flysurgery.gpu.weight_cache import training
 from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
-from flysurgery.ops.branch import Branch
 from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward
-from flysurgery.ops.launches import whole_reason
+from flysurgery.ops.launches import epilogue_reason, in_one_launch, linear_epilogue, whole_reason
 from flysurgery.ops.linear_residual import LinearResidual
 from flysurgery.ops.norm_linears import NormLinears
-from flysurgery.ops.ways import Operation
+from flysurgery.ops.ways import Operation, reason, run
 from flysurgery.torch_state import is_tracing, refuse_second_derivative, without_autocast
 
 Kept = Sequence[Any]
@@ -61,7 +63,7 @@ class _Trained(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operation: Any, x: Tensor, *tensors: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        with without_autocast(x.device.type):
+        with without_autocast(x.device.type), training():
             y, kept = _FORWARD[type(operation)](rows, operation)
         if isinstance(operation, LinearResidual):
             operation = operation._replace(residual=x.new_empty(0))  # it is never read again
@@ -74,9 +76,9 @@ class _Trained(torch.autograd.Function):
         refuse_second_derivative()
         operation, (_, needs_x, *needs) = ctx.operation, ctx.needs_input_grad
         rows, *saved = ctx.saved_tensors  # which raises if one of the operation's tensors has been written to
-        learning = [tensor for tensor, need in zip(operation.tensors, needs, strict=True) if need]
+        learning = [tensor for tensor, need in zip(operation.tensors, needs, strict=True) if need and tensor.requires_grad]
         doubt_trained(learning)
-        with without_autocast(dy.device.type):
+        with without_autocast(dy.device.type), training():
             flat = dy.reshape(-1, dy.shape[-1]).contiguous()
             branch = Branch(dy.device)
             dx, found = _BACKWARD[type(operation)](flat, rows, operation, saved[len(needs) :], {*map(id, learning)}, branch)
@@ -100,14 +102,14 @@ def _gradients(
     """The gradients of linears and of the scale behind them; they themselves where none of them learns."""
     if not any(id(tensor) in learning for tensor in present(*[tensor for each in group for tensor in each.tensors], scale)):
         return group, scale
-    return branch.run(_of_product, summed(dy, x), dy, dense, group, scale, of_bias)
+    return branch.run(_of_product, summed(dy, x), dy, dense.matrix, group, scale, of_bias)
 
 
 def _of_product(
-    of_weight: Tensor, dy: Tensor, dense: AsDense, group: tuple[Linear, ...], scale: Tensor | None, of_bias: Tensor | None
+    of_weight: Tensor, dy: Tensor, matrix: Tensor | None, group: tuple[Linear, ...], scale: Tensor | None, of_bias: Tensor | None
 ) -> tuple[tuple[Linear, ...], Tensor | None]:
     sums = sum_of_rows(dy, torch.promote_types(dy.dtype, torch.float32)) if of_bias is None else of_bias.sum(0)
-    return of_linears(of_weight, sums, group, scale, dense.matrix)
+    return of_linears(of_weight, sums, group, scale, matrix)
 
 
 def _of_norm(norm: Norm, found: NormGradient) -> Norm:
@@ -117,62 +119,67 @@ def _of_norm(norm: Norm, found: NormGradient) -> Norm:
 
 
 def _norm_linears(x: Tensor, given: NormLinears) -> tuple[Tensor, Kept]:
-    branch = Branch(x.device)
-    dense = branch.run(as_dense, given.group, None, x.dtype)
-    normed = present_norm(x, *given.norm)
-    branch.join()
-    return dense(normed), (*dense, normed)
+    normed, group = present_norm(x, *given.norm), given.group
+    factors = [member for member in group if isinstance(member, FusedFactors)]
+    if len(factors) == len(group) and _halves(x) and in_one_launch(x, factors, norm=False):
+        biases = [member.bias for member in factors if member.bias is not None]
+        parts = [factor for member in factors for factor in member.factors]
+        return run_product(normed, parts, biases, len(group), mode_for(x)), (normed,)
+    dense = _dense(group, None, x.dtype)
+    return dense(normed), (normed, *dense)
 
 
 def _back_norm_linears(
     dy: Tensor, x: Tensor, given: NormLinears, kept: Kept, learning: set[int], branch: Branch
 ) -> tuple[Tensor, NormLinears]:
-    dense, normed = AsDense(*kept[:3]), kept[3]
+    normed, dense = kept[0], _dense(given.group, None, x.dtype, kept[1:], bias=False)
     group, _ = _gradients(dy, normed, dense, tuple(given.group), None, learning, branch)
     found = norm_gradient(x, dy @ dense.weight, given.norm.weight, given.norm.eps)
     return found.x, NormLinears(_of_norm(given.norm, found), group)
 
 
 def _linear_residual(x: Tensor, given: LinearResidual) -> tuple[Tensor, Kept]:
-    dense = as_dense((given.linear,), given.scale, x.dtype)
-    return dense(x).add_(given.residual.reshape(-1, given.residual.shape[-1])), dense
+    given = given._replace(residual=given.residual.reshape(-1, given.residual.shape[-1]))
+    if isinstance(given.linear, FusedFactors) and _halves(x) and reason(x, given) is None:
+        return run(x, given), ()
+    dense = _dense((given.linear,), given.scale, x.dtype)
+    return dense(x).add_(given.residual), dense
 
 
 def _back_linear_residual(
     dy: Tensor, x: Tensor, given: LinearResidual, kept: Kept, learning: set[int], branch: Branch
 ) -> tuple[Tensor, LinearResidual]:
-    dense = AsDense(*kept)
+    dense = _dense((given.linear,), given.scale, x.dtype, kept, bias=False)
     (linear,), scale = _gradients(dy, x, dense, (given.linear,), given.scale, learning, branch)
     return dy @ dense.weight, given._replace(linear=linear, scale=scale)
 
 
 def _feed_forward(x: Tensor, given: FeedForward) -> tuple[Tensor, Kept]:
-    assert not isinstance(given.up, Gated), "training_reason says so"
-    up, down = given.up, given.down
-    branch = Branch(x.device)
-    first, last = branch.run(as_dense, (up,), None, x.dtype), branch.run(as_dense, (down,), given.scale, x.dtype)
-    takes = hidden_gradient_takes(x, *last.weight.shape)
-    kept = (*first, *last, branch.run(hidden_image, first.weight, last.weight) if takes else None)
-    if isinstance(up, FusedFactors) and isinstance(down, FusedFactors) and _has_kernel(x, given.norm, up, down):
-        y = run_ffn(x, given.norm, up, down, given.activation, given.scale, given.residual, trains=True)
-        branch.join()
-        return y, kept
-    normed = _normed(x, given.norm)
-    branch.join()
-    y = last(ACTIVATIONS[given.activation](first(normed)))
-    return y.add_(x) if given.residual else y, kept
+    norm, up, down, activation, scale, residual, *_ = given
+    assert not isinstance(up, Gated), "training_reason says so"
+    if _halves(x) and isinstance(up, FusedFactors) and isinstance(down, FusedFactors):
+        if whole_reason(x, norm, up, down) is None:
+            return run(x, given), ()
+        if epilogue_reason(x, up) is None and epilogue_reason(x, down) is None:
+            hidden = linear_epilogue(_normed(x, norm), up, activation)
+            return linear_epilogue(hidden, down, "none", x if residual else None, scale), ()
+    first, last, normed = _dense((up,), None, x.dtype), _dense((down,), scale, x.dtype), _normed(x, norm)
+    y = last(ACTIVATIONS[activation](first(normed)))
+    return y.add_(x) if residual else y, (*first, *last)
 
 
 def _back_feed_forward(
     dy: Tensor, x: Tensor, given: FeedForward, kept: Kept, learning: set[int], branch: Branch
 ) -> tuple[Tensor, FeedForward]:
     assert not isinstance(given.up, Gated), "training_reason says so"
-    first, last, image, normed = AsDense(*kept[:3]), AsDense(*kept[3:6]), kept[6], _normed(x, given.norm)
-    if image is None:
+    first, last = _dense((given.up,), None, x.dtype, kept[:3]), _dense((given.down,), given.scale, x.dtype, kept[3:], bias=False)
+    normed = _normed(x, given.norm)
+    if hidden_gradient_takes(x, *last.weight.shape):
+        image = ahead(present(*given.up.tensors, *given.down.tensors, given.scale), lambda: hidden_image(first.weight, last.weight))
+        (hidden, of_sums), of_bias = run_hidden_gradient(normed, dy, image, first.bias, given.activation), None
+    else:
         hidden, of_sums = first(normed), dy @ last.weight
         of_bias = activation_gradient(hidden, of_sums, given.activation)
-    else:
-        (hidden, of_sums), of_bias = run_hidden_gradient(normed, dy, image, first.bias, given.activation), None
     (up,), _ = _gradients(of_sums, normed, first, (given.up,), None, learning, branch, of_bias)
     (down,), scale = _gradients(dy, hidden, last, (given.down,), given.scale, learning, branch)
     dx, beside, norm = of_sums @ first.weight, dy if given.residual else None, given.norm
@@ -184,9 +191,17 @@ def _back_feed_forward(
     return dx, given._replace(norm=norm, up=up, down=down, scale=scale)
 
 
-def _has_kernel(x: Tensor, norm: Norm | None, up: FusedFactors, down: FusedFactors) -> bool:
-    """Whether one launch takes the whole block; that of float32 takes too long to pack weights anew for each batch."""
-    return kernels_take(x) and x.dtype.itemsize == 2 and whole_reason(x, norm, up, down) is None
+def _dense(group: Sequence[Linear], scale: Tensor | None, dtype: torch.dtype, kept: Kept = (), *, bias: bool = True) -> AsDense:
+    """The linears multiplied out: what the forward pass kept of them, or anew, with or without the bias."""
+    if kept:
+        return AsDense(*kept)
+    group = group if bias else [each._replace(bias=None) for each in group]
+    return ahead(present(*[tensor for each in group for tensor in each.tensors], scale), lambda: as_dense(group, scale, dtype))
+
+
+def _halves(x: Tensor) -> bool:
+    """Whether kernels multiply x by factors; packing weights for those of float32 takes too long to be done for each batch."""
+    return kernels_take(x) and x.dtype.itemsize == 2
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:

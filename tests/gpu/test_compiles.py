@@ -163,7 +163,7 @@ def gradients(dtype: torch.dtype, *patterns: tuple[int, int, int, int], linears:
 
     def call() -> None:
         all_gradients(dy, x, parts, linears, "fp32" if dtype == FLOAT else "bf16", False, True)
-        weight_space.multiplied_out(parts, linears)
+        weight_space.multiplied_out(parts, linears, dtype)
 
     return call, (*parts, dy)
 

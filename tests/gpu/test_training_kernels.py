@@ -102,7 +102,8 @@ def test_hidden_units_and_their_gradients(rows: int, features: int, hidden: int,
 def test_factors_are_multiplied_out(architecture: Architecture, dtype: torch.dtype) -> None:
     factors = [normal(*p.factor_shape).to(dtype) for _ in range(3) for p in architecture]
     expected = torch.cat([factors_to_dense([each.double() for each in factors[start : start + 2]]) for start in (0, 2, 4)])
-    assert distance(multiplied_out(factors, 3), expected) < 1e-6
+    assert distance(multiplied_out(factors, 3, torch.float32), expected) < 1e-6
+    assert torch.equal(multiplied_out(factors, 3, torch.bfloat16), multiplied_out(factors, 3, torch.float32).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

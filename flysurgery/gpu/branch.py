@@ -1,0 +1,117 @@
+"""Further branches of a CUDA graph that is being captured, for small launches that would hold up large ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from flysurgery.gpu.doubt import moment
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+class Branch:
+    """Work that runs beside what follows on the current stream of a device, until ``join``.
+
+    Gradients of factors, casts and sums take few multiprocessors, and each of them would hold up the large products behind it. Outside of
+    captures all runs in order, as events cost the host more than they save.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._main = _captured(device)
+        self._kept = list[object]()
+
+    def run(self, function: Callable[Given, Found], *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        """Queue a function. Its result may be read after ``join``. Its arguments are kept until then, as others would take their memory."""
+        if self._main is None:
+            return function(*args, **kwargs)
+        side = _side_of(self._main, "beside")
+        side.wait_stream(self._main)
+        self._kept += [args, kwargs]
+        with torch.cuda.stream(side):
+            return function(*args, **kwargs)
+
+    def join(self) -> None:
+        """Let the current stream wait for all that was queued."""
+        if self._main is not None and self._kept:
+            self._main.wait_stream(_side_of(self._main, "beside"))
+            self._kept.clear()
+
+
+class _Fork(NamedTuple):
+    """The state of all known sources when a branch for ``ahead`` was last ordered behind the stream it belongs to."""
+
+    moment: int
+    versions: Mapping[int, tuple[weakref.ref[Tensor], int]]
+
+    def orders(self, source: Tensor) -> bool:
+        """Whether everything that was ever written to a source had been queued by then."""
+        whole = _whole(source)
+        found, version = self.versions.get(id(whole), (None, 0))
+        return found is not None and found() is whole and whole._version == version
+
+
+_known: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+_forks: dict[torch.cuda.Stream, _Fork] = {}
+
+
+def ahead(sources: Sequence[Tensor], make: Callable[[], Found]) -> Found:
+    """Give ``make()``, which reads only ``sources``. While a graph is captured, it runs on a branch of its own.
+
+    The current stream waits for the result. The branch does not wait for the current stream as long as no source is written to. So a
+    replay packs the weights of later layers while it computes the first ones. The branch waits where a write may be missed: at a source
+    that no call outside of captures had before, and after an occasion of which ``doubt`` knows.
+    """
+    main = _captured(sources[0].device)
+    if main is None:
+        know(sources)
+        return make()
+    side = _side_of(main, "ahead")
+    with torch.cuda.stream(side):
+        begun = torch.cuda.is_current_stream_capturing()
+    fork = _forks.get(side)
+    if not begun or fork is None or fork.moment != moment() or not all(map(fork.orders, sources)):
+        side.wait_stream(main)
+        versions = {reference.key: (reference, known._version) for reference in _known.valuerefs() if (known := reference()) is not None}
+        _forks[side] = _Fork(moment(), versions)
+    with torch.cuda.stream(side):
+        found = make()
+    main.wait_stream(side)
+    for tensor in pytree.tree_leaves(found):
+        if isinstance(tensor, Tensor):  # its memory must not be taken before those have read it
+            tensor.record_stream(main)
+            tensor.record_stream(_side_of(main, "beside"))
+    return found
+
+
+def know(sources: Sequence[Tensor]) -> None:
+    """Note sources of a later ``ahead``."""
+    _known.update({id(whole): whole for source in sources if not (whole := _whole(source)).is_inference()})
+
+
+def _whole(source: Tensor) -> Tensor:
+    """The tensor that a view is a part of, which counts the writes to both; the view itself may be made anew for each call."""
+    return source if source._base is None else source._base
+
+
+def _captured(device: torch.device) -> torch.cuda.Stream | None:
+    """The current stream of a device, if a graph of it is being captured."""
+    captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.current_stream(device) if captures else None
+
+
+def _side_of(main: torch.cuda.Stream, name: str) -> torch.cuda.Stream:
+    return _stream(main.device_index, main.cuda_stream, name)
+
+
+@lru_cache(maxsize=64)
+def _stream(device_index: int, main: int, name: str) -> torch.cuda.Stream:
+    """The streams beside another one: its own, so that captures of several threads stay apart."""
+    return torch.cuda.Stream(device_index, priority=-1)
