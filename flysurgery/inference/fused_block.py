@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from flysurgery import ops
-from flysurgery.inference.fused_modules import Step, under_autocast, watched
+from flysurgery.inference.fused_modules import Step, Stream, under_autocast, watched
 from flysurgery.inference.graph import Calls, UnfitError
 from flysurgery.inference.match import Attended, Block, Lone
 from flysurgery.inference.standin import Condition, StandIn
@@ -160,25 +160,29 @@ class FusedAttended(FusedPart):
     """``x + scale*attention(norm(x))``; ``step`` computes everything behind attention.
 
     ``attention`` is a view of the block's own attention module without the output projection, called with ``handed`` behind its first
-    argument. Where ``norm`` is None, it includes the norm. ``attending`` replaces its call of PyTorch's attention.
+    argument. Where ``norm`` is None, it includes the norm. ``attending`` replaces its call of PyTorch's attention, ``first`` its norm and
+    projection, if any.
     """
 
-    def __init__(self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, step: Step, handed: Arguments) -> None:
+    def __init__(
+        self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, first: Step | None, step: Step, handed: Arguments
+    ) -> None:
         super().__init__(step)
-        self.out = step
+        self.first, self.out = first, step
         self.norm, self.attention, self.attending = norm, attention, attending
         self._positional = [value for key, value in handed.items() if isinstance(key, int)]
         self._named = {key: value for key, value in handed.items() if isinstance(key, str)}
 
-    def attended(self, x: Tensor, arguments: Arguments) -> Tensor:
-        """What ``step`` takes beside x."""
+    def attended(self, x: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor]:
+        """What ``step`` takes: the result of attention, and x."""
         positional = [_present(value, arguments) for value in self._positional]
         named = {key: _present(value, arguments) for key, value in self._named.items()}
-        with self.attending or nullcontext():
-            return self.attention(x if self.norm is None else self.norm(x), *positional, **named)
+        with self.attending or nullcontext(), Stream(x, self.first) as stream:
+            y = self.attention(x if self.norm is None else self.norm(x), *positional, **named)
+        return y, stream.x
 
     def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
-        return self.out(self.attended(x, arguments), x)
+        return self.out(*self.attended(x, arguments))
 
 
 class FusedPair(FusedPart):
@@ -189,7 +193,7 @@ class FusedPair(FusedPart):
         self.first, self.out, self.then = first, first.out, step
 
     def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
-        attended = self.first.attended(x, arguments)
+        attended, x = self.first.attended(x, arguments)
         if self.out.enabled and self.then.enabled and not under_autocast(x) and self._reads_moments(x):
             sums = self.out.operation(attended, x)
             if not isinstance(sums, str) and ops.leaves_moments(attended, sums):

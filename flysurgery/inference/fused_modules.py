@@ -46,17 +46,34 @@ class UnknownLayerError(Exception):
     """Kernels do not know a layer, or it has a forward of its own."""
 
 
+class Stream:
+    """The input x of a part of a block, as the residual sum at the part's end takes it: ``step`` may put another result in its place."""
+
+    def __init__(self, x: Tensor, step: Step | None) -> None:
+        self.x, self._step = x, step
+
+    def __enter__(self) -> Stream:
+        if self._step is not None:
+            self._step.stream = self
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._step is not None:
+            self._step.stream = None  # it would keep the graph of this call
+
+
 class Step(nn.Module):
     """A group of operators. ``enabled`` is false if the kernel must not be used although it could run.
 
     ``given`` is its operation, of ``kind``, with linear modules, ``Normalized``, ``Parameter`` and ``Input`` as its ``fields`` where an
     operation has tensors. The modules are the step's children; ``held`` are the parameters that it reads of other modules. A step that
-    ``trains`` serves calls with gradients, also under autocast, and no others. A compiler does not trace a step: compiled code calls it
-    from Python.
+    ``trains`` serves calls with gradients, also under autocast, and no others. If its input is that of ``stream``, it puts x in again as
+    its own result, so that one launch adds the residual's gradient. A compiler does not trace a step: compiled code calls it from Python.
     """
 
     enabled = True
     trains = False
+    stream: Stream | None = None
 
     def __init__(self, kind: Callable[..., Any], *fields: Any) -> None:
         super().__init__()
@@ -107,7 +124,11 @@ class Step(nn.Module):
             return operation.wrong(x) or ops.attended(x, operation)
         if isinstance(operation, ops.PatchEmbedding):
             return operation.wrong_sizes(x) or operation.by_product(x).to(x.dtype)
-        return ops.training_reason(x, operation) or ops.trained(x, operation)
+        reason, stream = ops.training_reason(x, operation), self.stream  # another thread's stream has another x
+        if reason is None and stream is not None and stream.x is x:
+            y, stream.x = ops.trained_with_x(x, operation)
+            return y
+        return reason or ops.trained(x, operation)
 
     def read(self) -> Iterable[nn.Module]:
         """The modules whose own parameters, not those of their children, ``fused`` reads."""

@@ -170,7 +170,7 @@ class _Builder:
             """The name below the attention's module."""
             return fqn[len(part.attention) + 1 :]
 
-        norm, attention = part.norm, self.module(part.attention)
+        norm, attention, first = part.norm, self.module(part.attention), None
         replaced: dict[str, nn.Module] = {
             fqn: Undropped(each) for fqn, each in attention.named_modules() if type(each) is nn.Dropout and is_plain(each)
         }
@@ -178,7 +178,7 @@ class _Builder:
         replaced[inside(part.out.linear)] = nn.Identity()
         attributes: dict[tuple[str, str], Any] = {("", "training"): False}  # of attention that drops nothing, or would not be fused
         if part.projection is not None and own["qkv"].step.enabled:
-            replaced[inside(part.projection.linear)] = own["qkv"].step
+            replaced[inside(part.projection.linear)] = first = own["qkv"].step
             switch = self.found.seen.switches.get(part.projection.linear)
             if switch is not None:
                 attributes[inside(switch.module_fqn), switch.attribute] = switch.value
@@ -188,7 +188,7 @@ class _Builder:
         attending = Attending(own["attention"].step) if "attention" in own and own["attention"].step.enabled else None
         before = None if norm is None else new.get(norm) or self.module(norm)
         inner = view(attention, replaced, attributes)
-        return FusedAttended(before, inner, attending, own["attn_out"].step, form.handed[part.attention])
+        return FusedAttended(before, inner, attending, first, own["attn_out"].step, form.handed[part.attention])
 
     def _projection(self, group: ProjectionGroup) -> Candidate:
         step = Step(ops.NormLinears, self._norm(group.norm), (self.module(group.linear),))

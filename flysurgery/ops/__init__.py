@@ -27,6 +27,7 @@ from flysurgery.ops.norm_linears import NormLinears as NormLinears
 from flysurgery.ops.patches import PatchEmbedding as PatchEmbedding
 from flysurgery.ops.problem import Problem as Problem
 from flysurgery.ops.training import trained as trained
+from flysurgery.ops.training import trained_with_x as trained_with_x
 from flysurgery.ops.training import training_reason as training_reason
 from flysurgery.ops.ways import Operation as Operation
 from flysurgery.ops.ways import Stage as Stage

@@ -57,11 +57,17 @@ def trained(x: Tensor, operation: Operation) -> Tensor:
     return result
 
 
+def trained_with_x(x: Tensor, operation: NormLinears) -> tuple[Tensor, Tensor]:
+    """What ``trained`` gives, and x for its other uses: their gradient is added in the launch of the norm's gradient."""
+    result: Any = _TrainedWithX.apply(operation, x, *operation.tensors)
+    return result
+
+
 class _Trained(torch.autograd.Function):
     """An operation whose tensors follow x, so that gradients find them."""
 
     @staticmethod
-    def forward(ctx: Any, operation: Any, x: Tensor, *tensors: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, operation: Any, x: Tensor, *tensors: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         with without_autocast(x.device.type), training():
             y, kept = _FORWARD[type(operation)](rows, operation)
@@ -72,7 +78,7 @@ class _Trained(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))  # no view for autograd, so that q, k and v are its views
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, dy: Tensor, *beside: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_second_derivative()
         operation, (_, needs_x, *needs) = ctx.operation, ctx.needs_input_grad
         rows, *saved = ctx.saved_tensors  # which raises if one of the operation's tensors has been written to
@@ -80,13 +86,22 @@ class _Trained(torch.autograd.Function):
         doubt_trained(learning)
         with without_autocast(dy.device.type), training():
             flat = dy.reshape(-1, dy.shape[-1]).contiguous()
+            others = [each.reshape(rows.shape) for each in beside if needs_x]
             branch = Branch(dy.device)
-            dx, found = _BACKWARD[type(operation)](flat, rows, operation, saved[len(needs) :], {*map(id, learning)}, branch)
+            dx, found = _BACKWARD[type(operation)](flat, rows, operation, saved[len(needs) :], {*map(id, learning)}, branch, *others)
             branch.join()
         if isinstance(operation, LinearResidual):
             found = found._replace(residual=dy)
         gradients = [gradient if need else None for gradient, need in zip(found.tensors, needs, strict=True)]
         return (None, dx.view(ctx.shape) if needs_x else None, *gradients)
+
+
+class _TrainedWithX(_Trained):
+    """The same with x as a second result, of which ``beside`` is the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Any, x: Tensor, *tensors: Tensor) -> Any:
+        return _Trained.forward(ctx, operation, x, *tensors), x
 
 
 def _gradients(
@@ -130,11 +145,11 @@ def _norm_linears(x: Tensor, given: NormLinears) -> tuple[Tensor, Kept]:
 
 
 def _back_norm_linears(
-    dy: Tensor, x: Tensor, given: NormLinears, kept: Kept, learning: set[int], branch: Branch
+    dy: Tensor, x: Tensor, given: NormLinears, kept: Kept, learning: set[int], branch: Branch, beside: Tensor | None = None
 ) -> tuple[Tensor, NormLinears]:
     normed, dense = kept[0], _dense(given.group, None, x.dtype, kept[1:], bias=False)
     group, _ = _gradients(dy, normed, dense, tuple(given.group), None, learning, branch)
-    found = norm_gradient(x, dy @ dense.weight, given.norm.weight, given.norm.eps)
+    found = norm_gradient(x, dy @ dense.weight, given.norm.weight, given.norm.eps, beside)
     return found.x, NormLinears(_of_norm(given.norm, found), group)
 
 

@@ -14,7 +14,7 @@ from flysurgery.gpu.hidden_gradient import hidden_gradient_takes, hidden_image, 
 from flysurgery.gpu.layer_norm import norm_gradient, present_norm
 from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
 from flysurgery.gpu.weight_space import multiplied_out
-from flysurgery.ops import trained
+from flysurgery.ops import trained, trained_with_x
 from flysurgery.ops.feed_forward import ACTIVATIONS
 from flysurgery.patterns import Architecture, gonon, monarch, named
 from tests.support.blocks import TRAINED, to_train
@@ -121,6 +121,21 @@ def test_gradients_beside_those_of_the_definition(name: str, dtype: torch.dtype)
     assert distance(y, exact) < 4 * ROUNDED[dtype]
     found = torch.autograd.grad(y, (x, *operation.tensors), dy.to(dtype))
     assert max(map(distance, found, expected)) < 4 * ROUNDED[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["dense q, k, v", "factors side by side"])
+def test_the_gradient_of_other_uses_of_x_is_added(name: str, dtype: torch.dtype) -> None:
+    wide, operation = to_train(name, 301, 384)
+    exact = operation.plainly(wide)
+    dy, beside = torch.randn_like(exact), torch.randn_like(wide)
+    of_x, *expected = torch.autograd.grad(exact, (wide, *operation.tensors), dy)
+    with torch.no_grad():
+        for tensor in operation.tensors:
+            tensor.data = tensor.data.float()
+    x = wide.detach().to(dtype).requires_grad_()
+    found = torch.autograd.grad(trained_with_x(x, operation), (x, *operation.tensors), (dy.to(dtype), beside.to(dtype)))
+    assert max(map(distance, found, (of_x + beside, *expected))) < 4 * ROUNDED[dtype]
 
 
 @pytest.mark.parametrize("arch", [None, "monarch"])

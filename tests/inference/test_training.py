@@ -160,10 +160,16 @@ class Case(NamedTuple):
         assert max(distance(found, gradients(self.plain, self.x, **options)).values()) < 1e-10
 
 
+def noting(ran: list[str], own: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which notes the operations that it has run."""
+    return lambda x, operation: ran.append(operation.form[0]) or own(x, operation)
+
+
 @pytest.fixture
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
-    model, ran, own = learning(convert=getattr(request, "param", True), init_values=0.5), [], ops.trained
-    monkeypatch.setattr(ops, "trained", lambda x, operation: ran.append(operation.form[0]) or own(x, operation))
+    model, ran = learning(convert=getattr(request, "param", True), init_values=0.5), []
+    for name in ("trained", "trained_with_x"):
+        monkeypatch.setattr(ops, name, noting(ran, getattr(ops, name)))
     x, plain = images(model, 4), copy.deepcopy(model).double()
     flysurgery.optimize(model, x, training=True)
     ran.clear()
@@ -317,16 +323,16 @@ import flysurgery
 from flysurgery import ops
 from flysurgery.inference import clock
 from flysurgery.inference.gradients import with_gradients
-from tests.inference.test_training import distance, gradients, images, learning
+from tests.inference.test_training import distance, gradients, images, learning, noting
 dist.init_process_group("gloo")
 clock.medians_ms = lambda ways, inputs, **_: (2.0, 1.0)
-rank, ran, seen, own = dist.get_rank(), [], {}, ops.trained
+rank, ran, seen = dist.get_rank(), [], {}
 optimized, joined = learning(convert=True), learning(convert=True).double()
 x = images(optimized, 4)
 flysurgery.optimize(optimized, x, training=True)
 x = x.double()
 expected = gradients(joined, x)
-ops.trained = lambda x, operation: ran.append(1) or own(x, operation)
+ops.trained, ops.trained_with_x = noting(ran, ops.trained), noting(ran, ops.trained_with_x)
 for kind in ("wrapped", "sharded"):
     model = copy.deepcopy(optimized).double()
     if kind == "wrapped":

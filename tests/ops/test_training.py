@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.errors import InferenceError
-from flysurgery.ops import Attention, FeedForward, Gated, attended, trained, training_reason
+from flysurgery.ops import Attention, FeedForward, Gated, attended, trained, trained_with_x, training_reason
 from tests.support import blocks
 from tests.support.blocks import TRAINED, dense, to_train
 
@@ -33,6 +33,28 @@ def test_gradients_are_those_of_the_definition(name: str) -> None:
     assert_near(found, expected)
     dy, inputs = torch.randn_like(expected), (x, *operation.tensors)
     for ours, theirs in zip(torch.autograd.grad(found, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True):
+        assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("needs_x", [True, False])
+@pytest.mark.parametrize("name", ["dense q, k, v", "factors side by side", "factors beside dense", "norm without weights"])
+def test_the_gradient_of_other_uses_of_x_is_added(name: str, needs_x: bool) -> None:
+    x, operation = to_train(name, ROWS, WIDTH)
+    x = x.detach()[None].requires_grad_(needs_x)
+    found, expected, inputs = trained_with_x(x, operation), (operation.plainly(x), x), (x, *operation.tensors)[not needs_x :]
+    assert torch.equal(found[1], x) and found[1].grad_fn is found[0].grad_fn
+    weights = torch.randn_like(found[0]), torch.randn(1, WIDTH, ROWS, dtype=x.dtype).mT
+    losses = [(results[0] * weights[0]).sum() + (results[1] * weights[1]).sum() for results in (found, expected)]
+    for ours, theirs in zip(*(torch.autograd.grad(loss, inputs) for loss in losses), strict=True):
+        assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_result_that_is_not_used_has_no_gradient(last: int) -> None:
+    x, operation = to_train("dense q, k, v", ROWS, WIDTH)
+    expected = torch.autograd.grad((operation.plainly(x), x * 1.0)[last].sum(), (x, *operation.tensors), materialize_grads=True)
+    found = torch.autograd.grad(trained_with_x(x, operation)[last].sum(), (x, *operation.tensors))
+    for ours, theirs in zip(found, expected, strict=True):
         assert_near(ours, theirs)
 
 
