@@ -13,6 +13,7 @@ from flysurgery.gpu.fused import packed, readable
 from flysurgery.gpu.kernel import current_stream, float_bits, rows_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.replay.recording import fresh
+from flysurgery.gpu.row_sums import sum_of_rows
 from flysurgery.gpu.weight_cache import derived
 
 _ROWS_OF_BLOCK = 8
@@ -135,7 +136,7 @@ def norm_gradient(
     rows_kernel("norm_gradient", features, x.dtype, index, warps=warps).launch(
         (blocks, 1, 1), (32 * warps, 1, 1), 0, current_stream(index), *operands, rows, float_bits(eps), early=True
     )
-    return NormGradient(found, *sums.sum(0))
+    return NormGradient(found, *sum_of_rows(sums.view(blocks, -1), torch.float32).view(2, features))
 
 
 def _warps(features: int, dtype: torch.dtype) -> int:

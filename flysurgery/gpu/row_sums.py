@@ -11,9 +11,10 @@ from flysurgery.gpu.fused import packed
 from flysurgery.gpu.gated import gated_obstacle
 from flysurgery.gpu.kernel import current_stream, rows_kernel
 
-_WARPS, _LANES, _VECTOR_BYTES = 8, 32, 16
-_BLOCKS = 4
-"""Blocks of a multiprocessor, which all run at once. More would leave more parts of the sums."""
+_STRIP_BYTES = 256
+"""Of a row, in a block."""
+_WARPS = 32
+"""Of a multiprocessor, which all run at once. Sums alone have them in one block, as more blocks would leave more parts."""
 
 
 def sum_of_rows(
@@ -23,7 +24,10 @@ def sum_of_rows(
     """The sum of rows in ``dtype``, float32 or wider."""
     if not _has_kernel(dy) or dtype != torch.float32:
         return dy.sum(0, dtype=dtype)
-    return _launch(None, packed(dy), "none").sum(0)
+    sums = _launch(None, packed(dy), "none")
+    while len(sums) > 1:
+        sums = _launch(None, sums, "none")
+    return sums[0]
 
 
 def activation_gradient(
@@ -62,11 +66,12 @@ def _has_kernel(x: Tensor) -> bool:
 
 def _launch(u: Tensor | None, gradient: Tensor, activation: str) -> Tensor:  # shape: (parts, features), float32
     (rows, features), index = gradient.shape, gradient.device.index
-    strips = -(-features * gradient.element_size() // (_VECTOR_BYTES * _LANES))
-    blocks = _BLOCKS * multiprocessors_of(index)
-    parts = max(1, min(blocks // strips, -(-rows // _WARPS)))
+    warps, together = (_WARPS, 8) if u is None else (8, 2)
+    strips = -(-features * gradient.element_size() // _STRIP_BYTES)
+    blocks = _WARPS // warps * multiprocessors_of(index)
+    parts = max(1, min(blocks // strips, -(-rows // (2 * warps * together))))
     sums = torch.empty((parts, features), dtype=torch.float32, device=gradient.device)
-    rows_kernel("row_sums", features, gradient.dtype, index, activation).launch(
-        (strips, parts, 1), (_WARPS * _LANES, 1, 1), 0, current_stream(index), u, gradient, sums, rows, early=True
+    rows_kernel("row_sums", features, gradient.dtype, index, activation, warps=warps, together=together).launch(
+        (strips, parts, 1), (32 * warps, 1, 1), 0, current_stream(index), u, gradient, sums, rows, early=True
     )
     return sums
