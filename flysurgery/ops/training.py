@@ -26,6 +26,7 @@ from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
 from flysurgery.gpu.weight_cache import training
 from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
 from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward
+from flysurgery.ops.known_sums import keep_sums, known_sums
 from flysurgery.ops.launches import epilogue_reason, in_one_launch, linear_epilogue, whole_reason
 from flysurgery.ops.linear_residual import LinearResidual
 from flysurgery.ops.norm_linears import NormLinears
@@ -87,6 +88,7 @@ class _Trained(torch.autograd.Function):
         with without_autocast(dy.device.type), training():
             flat = dy.reshape(-1, dy.shape[-1]).contiguous()
             others = [each.reshape(rows.shape) for each in beside if needs_x]
+            keep_sums(flat, known_sums(dy))
             branch = Branch(dy.device)
             dx, found = _BACKWARD[type(operation)](flat, rows, operation, saved[len(needs) :], {*map(id, learning)}, branch, *others)
             branch.join()
@@ -117,13 +119,18 @@ def _gradients(
     """The gradients of linears and of the scale behind them; they themselves where none of them learns."""
     if not any(id(tensor) in learning for tensor in present(*[tensor for each in group for tensor in each.tensors], scale)):
         return group, scale
-    return branch.run(_of_product, summed(dy, x), dy, dense.matrix, group, scale, of_bias)
+    of_bias = known_sums(dy) if of_bias is None else of_bias
+    return branch.run(_of_product, summed(dy, x), dy if of_bias is None else of_bias, dense.matrix, group, scale)
 
 
 def _of_product(
-    of_weight: Tensor, dy: Tensor, matrix: Tensor | None, group: tuple[Linear, ...], scale: Tensor | None, of_bias: Tensor | None
+    of_weight: Tensor,  # shape: (out_features, in_features), float32 or wider
+    parts: Tensor,  # shape: (parts, out_features); their sum is the gradient of the bias
+    matrix: Tensor | None,  # of ``AsDense``
+    group: tuple[Linear, ...],
+    scale: Tensor | None,
 ) -> tuple[tuple[Linear, ...], Tensor | None]:
-    sums = sum_of_rows(dy, torch.promote_types(dy.dtype, torch.float32)) if of_bias is None else of_bias.sum(0)
+    sums = sum_of_rows(parts, torch.promote_types(parts.dtype, torch.float32))
     return of_linears(of_weight, sums, group, scale, matrix)
 
 
