@@ -11,11 +11,17 @@
 // A slot: 128 rows of 64 halves, in the order of wgmma_rows.cuh, then a panel of weights: core matrices of wgmma.cuh. The image (flysurgery/gpu/hidden_gradient.py)
 // has the panels of W1, then of W2, for each 128 hidden units, in an order of columns that gives a lane 8 neighbours of each 32.
 //
+// Sums of du over rows, for the bias: a warp adds up its rows of a tile in float32, before they are rounded, and adds that to what it has written for an
+// earlier tile. Blocks pass over all columns again and again, 256 rows a pass. After `parts` passes the same warps meet the same columns again,
+// so each sum has one order. Rows beyond the end are zeros, as those of dy are.
+//
 // Floor: both products, or the bytes of x, dy, h and du.
 //
 // x, dy: (rows, FEATURES); bias: (HIDDEN,) or null; h, du: (rows, HIDDEN). All are halves.
+// sums_of_du: (parts, 2, 4, HIDDEN) float32, to be added up. The tiles of `parts` passes, of a cluster, are a multiple of the number of blocks, or they are all.
 // Defines: FEATURES, HIDDEN, MODE (0 fp16, 1 bf16), ACTIVATION (activation_slope.cuh), STAGES.
 // Limits: sm_90a; FEATURES a multiple of 64, HIDDEN one of 128; rows begin at multiples of 16 bytes.
+#include "accumulator_sums.cuh"
 #include "activation_slope.cuh"
 #include "cluster_ring.cuh"
 
@@ -54,7 +60,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Ring& ring, int n, in
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy, const char* __restrict__ image, const u16* __restrict__ bias,
-                u16* __restrict__ h, u16* __restrict__ du, long long rows) {
+                u16* __restrict__ h, u16* __restrict__ du, float* __restrict__ sums_of_du, long long rows, int parts) {
     extern __shared__ __align__(1024) char memory[];
     // slots | biases of all hidden units, float32 | barriers
     Ring ring;
@@ -140,8 +146,14 @@ hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                 }
         }
         multiply(sums, ring, n + (turns + warpgroup) * kStages, warpgroup, lane);
+        const int pass = tile / kColumnTiles;
+        float* const part = sums_of_du + (long long)((pass % parts * kCluster + rank) * 4 + warp % 4) * HIDDEN + column + g;
+        float total[kColumns / 32];
 #pragma unroll
-        for (int r = 0; r < kColumns / 32; ++r)
+        for (int r = 0; r < kColumns / 32; ++r) total[r] = pass < parts ? 0.0f : part[r * 32];
+#pragma unroll
+        for (int r = 0; r < kColumns / 32; ++r) {
+            float own_sums[8] = {};
 #pragma unroll
             for (int u = 0; u < kUnits; ++u)
 #pragma unroll
@@ -149,12 +161,19 @@ hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                     Vector<16> out;
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
-                        const float(&own)[4] = sums[u][r * 4 + k];
-                        const u32 two = slopes[u][r * 4 + k][half];
-                        out.w[k] = round2(own[2 * half] * slope_of(two, 0), own[2 * half + 1] * slope_of(two, 1));
+                        float value[2];
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            value[e] = sums[u][r * 4 + k][2 * half + e] * slope_of(slopes[u][r * 4 + k][half], e);
+                            own_sums[2 * k + e] += value[e];
+                        }
+                        out.w[k] = round2(value[0], value[1]);
                     }
                     store(du, r, u, half, out);
                 }
+            sum_over_rows(own_sums, lane);
+            part[r * 32] = total[r] + own_sums[0];
+        }
         n += 2 * turns * kStages;
     }
     cluster_sync();

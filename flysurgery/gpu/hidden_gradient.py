@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ _SLOT_BYTES = (_ROWS + _COLUMNS) * _BATCH * 2 + 16
 """Of rows, weights and two barriers."""
 
 _FEWEST_STAGES, _MOST_STAGES = 2, 6
+_WARPS = 8
+"""That sum the same columns of a pair of blocks, each in a row of its own."""
 
 
 def hidden_gradient_takes(
@@ -51,10 +54,11 @@ def run_hidden_gradient(
     image: Tensor,  # of ``hidden_image``
     bias: Tensor | None,  # shape: (hidden,)
     activation: str,
-) -> tuple[Tensor, Tensor]:  # shapes: (rows, hidden) twice
-    """``h = activation(u)`` for ``u = x @ first.T + bias``, and the gradients of u for gradients dy of ``h @ last.T``.
+) -> tuple[Tensor, Tensor, Tensor]:  # shapes: (rows, hidden) twice, (parts, hidden)
+    """``h = activation(u)`` for ``u = x @ first.T + bias``, the gradients of u for gradients dy of ``h @ last.T``, and sums of their rows.
 
-    All are halves of one dtype; sums, activations and slopes are float32, slopes rounded to float16.
+    All are halves of one dtype; sums, activations and slopes are float32, slopes rounded to float16. The sums are of parts of the rows,
+    float32, of gradients that are not rounded.
 
     Raises:
         BackendError: the kernel does not compile or launch.
@@ -62,16 +66,19 @@ def run_hidden_gradient(
     (rows, features), hidden, index = x.shape, image.shape[0] * _COLUMNS, x.device.index
     h, du = (x.new_empty(rows, hidden) for _ in range(2))
     kernel, shared_bytes = _kernel(features, hidden, x.dtype, activation, index)
-    pairs = -(-rows // (2 * _ROWS)) * image.shape[0]
+    passes, tiles = -(-rows // (2 * _ROWS)), image.shape[0]
+    warpgroups = 2 * min(passes * tiles, multiprocessors_of(index) // 2)  # of the first blocks of all clusters: as many as blocks
+    parts = min(passes, lcm(warpgroups, tiles) // tiles)
+    sums = torch.empty((parts * _WARPS, hidden), dtype=torch.float32, device=x.device)
     kernel.launch(
-        (2 * min(pairs, multiprocessors_of(index) // 2), 1, 1),
+        (warpgroups, 1, 1),
         (_THREADS, 1, 1),
         shared_bytes,
         current_stream(index),
-        *(boxes(packed(x), _ROWS), boxes(packed(dy), _ROWS), image, bias, h, du, rows),
+        *(boxes(packed(x), _ROWS), boxes(packed(dy), _ROWS), image, bias, h, du, sums, rows, parts),
         early=True,
     )
-    return h, du
+    return h, du, sums
 
 
 @lru_cache(maxsize=64)

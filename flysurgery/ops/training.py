@@ -198,7 +198,7 @@ def _back_feed_forward(
     normed = _normed(x, given.norm)
     if hidden_gradient_takes(x, *last.weight.shape):
         image = ahead(present(*given.up.tensors, *given.down.tensors, given.scale), lambda: hidden_image(first.weight, last.weight))
-        (hidden, of_sums), of_bias = run_hidden_gradient(normed, dy, image, first.bias, given.activation), None
+        hidden, of_sums, of_bias = run_hidden_gradient(normed, dy, image, first.bias, given.activation)
     else:
         hidden, of_sums = first(normed), dy @ last.weight
         of_bias = activation_gradient(hidden, of_sums, given.activation)

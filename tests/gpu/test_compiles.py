@@ -55,7 +55,7 @@ SPILLED_BYTES = {
     "ffn_floats": 96,  # outside of the loop over pieces of hidden units
     "block_linear": 96,  # three classes of outputs at once, and activations in float32
     "dense_linear": 64,  # patches of 8x8: their few inputs leave room for the widest tile
-    "hidden_gradient": 24,
+    "hidden_gradient": 16,
     "few_rows": 8,  # as many registers as let two blocks run at once
     "attention": 24,
     "single_factor": 12,

@@ -64,6 +64,15 @@ def test_norms_and_their_gradients(columns: int, rows: int, dtype: torch.dtype) 
 
 
 @DTYPES
+@pytest.mark.parametrize(("rows", "columns"), [(0, 24), (25216, 384), (700, 40), (264, 4096), (20000, 8)])
+def test_sums_of_rows(rows: int, columns: int, dtype: torch.dtype) -> None:
+    g = normal(rows, columns).add(1).to(dtype)
+    sums = sum_of_rows(g, torch.float32)
+    assert sums.shape == (columns,) and (sums.double() - g.double().sum(0)).norm() <= 1e-6 * g.double().sum(0).norm()
+    assert torch.equal(sum_of_rows(g, torch.float32), sums)
+
+
+@DTYPES
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
 def test_activations_and_their_gradients(activation: str, dtype: torch.dtype) -> None:
     u, g = (normal(1001, 1536) * 3).to(dtype), normal(1002, 1536)[1:].to(dtype)
@@ -79,7 +88,7 @@ def test_activations_and_their_gradients(activation: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
-@pytest.mark.parametrize(("rows", "features", "hidden"), [(1, 64, 128), (1001, 384, 1536), (25216, 64, 256)])
+@pytest.mark.parametrize(("rows", "features", "hidden"), [(1, 64, 128), (1001, 384, 1536), (25216, 64, 256), (6001, 64, 3072)])
 def test_hidden_units_and_their_gradients(rows: int, features: int, hidden: int, activation: str, dtype: torch.dtype) -> None:
     x, dy, bias = (normal(*shape).to(dtype) for shape in ((rows, features), (rows, features + 1), (hidden,)))
     dy = dy[:, :-1]
@@ -88,10 +97,12 @@ def test_hidden_units_and_their_gradients(rows: int, features: int, hidden: int,
     u = functional.linear(x.double(), first.double(), bias.double()).requires_grad_()
     y = ACTIVATIONS[activation](u)
     (of_u,) = torch.autograd.grad(y, u, dy.double() @ last.double())
-    h, du = run_hidden_gradient(x, dy, hidden_image(first, last), bias, activation)
+    h, du, sums = run_hidden_gradient(x, dy, hidden_image(first, last), bias, activation)
     assert_rounded(h, y.detach(), dtype)
     assert distance(du, of_u) < ROUNDED[dtype]
-    alone, _ = run_hidden_gradient(x, dy, hidden_image(first, last), None, activation)
+    assert distance(sums.sum(0), of_u.sum(0)) < ROUNDED[dtype]
+    assert torch.equal(run_hidden_gradient(x, dy, hidden_image(first, last), bias, activation)[2], sums)
+    alone, *_ = run_hidden_gradient(x, dy, hidden_image(first, last), None, activation)
     assert_rounded(alone, ACTIVATIONS[activation](functional.linear(x.double(), first.double())), dtype)
 
 
