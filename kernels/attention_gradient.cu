@@ -12,11 +12,17 @@
 //     slot: ROWS rows of 64 halves, 128 bytes, in the order of wgmma_rows.cuh; rows that are not there are zeros
 //     a tile of 64 rows may read beyond its slot: values from there reach no row that is stored
 //
+// Sums over tokens, for the bias of a projection to q, k and v: of dq by the warps of queries, in float32 before they are rounded. That of dv is that of dy,
+// as a query's p add up to one, and the three warps have read dy. That of dk is zero, as a query's ds add up to nothing. A block stays with one head.
+//
 // Floor: the bytes of q, k, v, y, dy and the three gradients; or seven products of 64 x ROWS x 64 for each 64 tokens.
 //
+// sums_of_q, _k, _v: (blocks / heads, heads, 64) float32, to be added up, or null: rows and heads are as far apart as tokens and heads of the gradients.
+//
 // Defines: MODE (0 fp16, 1 bf16), ROWS (of a slot, a multiple of 16, above 256 of 32), TILES (of 64 rows), HEADS (whose slots are in shared memory at once).
-// Limits: sm_90a; more than ROWS - 32 and up to ROWS tokens; scale > 0; features adjacent, rows at multiples of 16 bytes.
-#include "instructions.cuh"
+// Limits: sm_90a; more than ROWS - 32 and up to ROWS tokens; scale > 0; features adjacent, rows at multiples of 16 bytes. The number of
+// blocks is a multiple of that of an image's heads.
+#include "accumulator_sums.cuh"
 #include "tensor_map.cuh"
 #include "wgmma_rows.cuh"
 
@@ -27,6 +33,7 @@ constexpr int kSpare = (TILES * 64 - ROWS) * kRow;
 constexpr int kChunk = 32, kWhole = ROWS / kChunk, kRest = ROWS % kChunk;
 constexpr int kWarpgroups = 3, kUnits = 2 * TILES;
 constexpr int kRegisters = 144, kBringing = 80;  // of a multiplying thread, and of one that brings; together all registers
+constexpr int kQueryWarps = 4 * kWarpgroups, kGradientWarps = 3;  // of which each has a row of sums in shared memory
 constexpr int kBoxes = (ROWS + 255) / 256, kBoxRows = ROWS / kBoxes;
 constexpr float kLog2E = 1.44269504088896341f;
 static_assert(ROWS % 16 == 0 && ROWS % kBoxes == 0, "whole steps and boxes");
@@ -127,14 +134,27 @@ __device__ __forceinline__ void store_rows(u16* to, i64 step, const float (&sums
         }
 }
 
+// Adds to a warp's sums, two columns a lane, what its 16 rows have; those from the inside-th on are not there.
+__device__ __forceinline__ void add_rows(u32 to, const float (&sums)[kTiles][4], int inside) {
+    const int lane = threadIdx.x % 32, g = lane >> 2;
+    float own[2 * kTiles];
+#pragma unroll
+    for (int c = 0; c < 2 * kTiles; ++c) own[c] = (g < inside ? sums[c / 2][c % 2] : 0.0f) + (g + 8 < inside ? sums[c / 2][2 + c % 2] : 0.0f);
+    sum_over_rows(own, lane);
+    u32 before[2];
+    load_shared_pair(before, to + lane * 8);
+    store_shared_pair(to + lane * 8, __float_as_uint(__uint_as_float(before[0]) + own[0]), __float_as_uint(__uint_as_float(before[1]) + own[1]));
+}
+
 extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
 attention_gradient(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap dy,
-                   const u16* __restrict__ y, const float* __restrict__ log_sums, u16* __restrict__ dq, u16* __restrict__ dk, u16* __restrict__ dv, Places of_y, Places of_gradients,
-                   i64 tokens, i64 heads, i64 all_heads, int scale_bits) {
+                   const u16* __restrict__ y, const float* __restrict__ log_sums, u16* __restrict__ dq, u16* __restrict__ dk, u16* __restrict__ dv, float* __restrict__ sums_of_q, float* __restrict__ sums_of_k,
+                   float* __restrict__ sums_of_v, Places of_y, Places of_gradients, i64 tokens, i64 heads, i64 all_heads, int scale_bits) {
     extern __shared__ __align__(1024) char memory[];
-    // slots of q, k, v and dy, a head after the other | l and d of queries, a head after the other | barriers: slots have arrived, l and d are there, both are free
+    // slots of q, k, v and dy, a head after the other | l and d of queries, a head after the other | a row of sums for each warp
+    // | barriers: slots have arrived, l and d are there, both are free
     const u32 slots = shared_address(memory), moments_at = slots + HEADS * 4 * kSlot + kSpare;
-    const u32 arrived = moments_at + HEADS * TILES * 64 * 8, summed = arrived + 8 * HEADS, freed = summed + 8 * HEADS;
+    const u32 sums_at = moments_at + HEADS * TILES * 64 * 8, arrived = sums_at + (kQueryWarps + kGradientWarps) * kHead * 4, summed = arrived + 8 * HEADS, freed = summed + 8 * HEADS;
     if (threadIdx.x == 0) {
         for (int n = 0; n < HEADS; ++n) barrier_init(arrived + 8 * n, 1), barrier_init(summed + 8 * n, 96), barrier_init(freed + 8 * n, 128 * kUnits);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -168,6 +188,7 @@ attention_gradient(const __grid_constant__ TensorMap q, const __grid_constant__ 
         } else if (warp > 0) {
             constexpr int kTogether = 8;  // rows of a lane that are on their way at once
             int turn = 0;
+            float column_sums[8] = {};  // over the lane's rows
 #pragma unroll 1
             for (int at = blockIdx.x; at < (int)all_heads; at += gridDim.x, ++turn) {
                 const u16* const of_head = y + at / (int)heads * of_y.image + at % (int)heads * of_y.head + lane % 8 * 8;
@@ -192,8 +213,11 @@ attention_gradient(const __grid_constant__ TensorMap q, const __grid_constant__ 
                         load_shared(gradients, slot(turn, 3) + row_piece_at(own, lane % 8));
                         float sum = 0.0f;
 #pragma unroll
-                        for (int w = 0; w < 4; ++w)
-                            sum = fmaf(low_half(values[n].w[w]), low_half(gradients[w]), fmaf(high_half(values[n].w[w]), high_half(gradients[w]), sum));
+                        for (int w = 0; w < 4; ++w) {
+                            const float low = low_half(gradients[w]), high = high_half(gradients[w]);
+                            sum = fmaf(low_half(values[n].w[w]), low, fmaf(high_half(values[n].w[w]), high, sum));
+                            column_sums[2 * w] += low, column_sums[2 * w + 1] += high;
+                        }
 #pragma unroll
                         for (int apart = 1; apart < 8; apart *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
                         if (lane % 8 == 0) store_shared_pair(moments_of(turn) + own * 8, __float_as_uint(l[n]), __float_as_uint(sum));
@@ -201,6 +225,13 @@ attention_gradient(const __grid_constant__ TensorMap q, const __grid_constant__ 
                 }
                 barrier_arrive(summed + 8 * (turn % HEADS));
             }
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                column_sums[c] += __shfl_xor_sync(0xffffffffu, column_sums[c], 8);
+                column_sums[c] += __shfl_xor_sync(0xffffffffu, column_sums[c], 16);
+                if (lane < 8) store_shared(sums_at + ((kQueryWarps + warp - 1) * kHead + lane * 8 + c) * 4, __float_as_uint(column_sums[c]));
+            }
+            named_barrier_arrive(1, 32 * (kQueryWarps + kGradientWarps));
         }
         return;
     }
@@ -208,6 +239,8 @@ attention_gradient(const __grid_constant__ TensorMap q, const __grid_constant__ 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
     const int warp = threadIdx.x / 32 % 4, g = lane >> 2;
     const float scale = __int_as_float(scale_bits), scale_of_two = scale * kLog2E;
+    const u32 own_sums = sums_at + (warpgroup * 4 + warp) * kHead * 4;
+    store_shared_pair(own_sums + lane * 8, 0, 0);
 #pragma unroll 1
     for (int unit = warpgroup;; unit += kWarpgroups) {
         const int turn = unit / kUnits, tile = unit % TILES, first = tile * 64 + warp * 16;
@@ -241,6 +274,18 @@ attention_gradient(const __grid_constant__ TensorMap q, const __grid_constant__ 
             if constexpr (kRest > 0) add_columns<kRest, false>(sums, of_queries, kWhole * kChunk, moments_of(turn), l, d, scale_of_two, (int)tokens, kWhole == 0);
             barrier_arrive(freed + 8 * (turn % HEADS));
             store_rows(dq + start, of_gradients.token, sums.of_ds, scale, inside);
+            add_rows(own_sums, sums.of_ds, inside);
         }
     }
+    named_barrier_wait(1, 32 * (kQueryWarps + kGradientWarps));
+    if (sums_of_q == nullptr || threadIdx.x >= kHead) return;
+    const auto sum_of = [&](int from, int count) {  // of a column of some warps
+        float sum = 0.0f;
+        for (int n = from; n < from + count; ++n) sum += __uint_as_float(load_shared_one(sums_at + (n * kHead + threadIdx.x) * 4));
+        return sum;
+    };
+    const i64 place = blockIdx.x / (int)heads * of_gradients.token + blockIdx.x % (int)heads * of_gradients.head + threadIdx.x;
+    sums_of_q[place] = scale * sum_of(0, kQueryWarps);
+    sums_of_k[place] = 0.0f;
+    sums_of_v[place] = sum_of(kQueryWarps, kGradientWarps);
 }

@@ -181,6 +181,9 @@ def run_attention(
     return y
 
 
+_SUMMING_WARPS = 15
+
+
 @dataclass(frozen=True)
 class AttentionGradient:
     """Sizes of ``attention_gradient.cu``, for heads of 64 features of halves.
@@ -201,9 +204,9 @@ class AttentionGradient:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: slots, what the last tile reads beyond them, two numbers a query, and barriers."""
+        """Dynamic shared memory of a block: slots, what the last tile reads beyond them, two numbers a query, sums, and barriers."""
         row, reached = 2 * _HEAD, 64 * self.tiles
-        return self.heads * (4 * self.rows * row + 8 * reached + 24) + (reached - self.rows) * row
+        return self.heads * (4 * self.rows * row + 8 * reached + 24) + (reached - self.rows) * row + _SUMMING_WARPS * 4 * _HEAD
 
     @property
     def boxes(self) -> int:
@@ -235,19 +238,26 @@ def run_attention_gradient(
     dy: Tensor,  # shape: (batch, heads, tokens, 64)
     scale: float,
     gradients: Sequence[Tensor],  # of q, k, v, to be filled: of their shapes, and all of the same strides
+    sums: Sequence[Tensor | None] = (None, None, None),  # likewise, each of shape (``parts_of_sums``, heads, 64), float32
 ) -> None:
     """The gradients of q, k and v in one launch on the current stream; sums are float32, each in one order.
 
     ``scale`` is above zero. Features of the gradients are adjacent, and their rows begin at multiples of 16 bytes; other tensors that lie
-    differently are copied.
+    differently are copied. ``sums`` become sums of parts of the gradients over images and tokens, as they were without rounding: those of
+    k are zeros. Their strides are those of the gradients' tokens, heads and features.
     """
     (batch, heads, tokens, _), index = y.shape, y.device.index
     *inputs, y, dy = [part if reads_in_place(part) else part.contiguous() for part in (*inputs, y, dy)]
     strides = [step for each in (y, gradients[0]) for step in each.stride()[:3]]
     maps = [boxes(part, sizes.boxes) for part in (*inputs, dy)]
-    launch = (min(batch * heads, multiprocessors_of(index)), 1, 1), (sizes.threads, 1, 1), sizes.shared_bytes
+    launch = (heads * parts_of_sums(batch, heads, index), 1, 1), (sizes.threads, 1, 1), sizes.shared_bytes
     numbers = tokens, heads, batch * heads, float_bits(scale)
-    kernel_of(sizes, index).launch(*launch, current_stream(index), *maps, y, log_sums, *gradients, *strides, *numbers, early=True)
+    kernel_of(sizes, index).launch(*launch, current_stream(index), *maps, y, log_sums, *gradients, *sums, *strides, *numbers, early=True)
+
+
+def parts_of_sums(batch: int, heads: int, device_index: int) -> int:
+    """The parts in which ``run_attention_gradient`` leaves sums: blocks that have the same head."""
+    return min(batch, max(1, multiprocessors_of(device_index) // heads))
 
 
 def tokens_before_heads(q: Tensor) -> Tensor:  # shape: (batch, heads, queries, head)

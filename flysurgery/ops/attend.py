@@ -19,12 +19,14 @@ from flysurgery.gpu.attention import (
     attention_gradient,
     attention_obstacle,
     few_attention_obstacle,
+    parts_of_sums,
     reads_in_place,
     run_attention,
     run_attention_gradient,
 )
 from flysurgery.gpu.device import kernels_take, shared_limit_of
 from flysurgery.gpu.modes import HALF_MODES, mode_for
+from flysurgery.ops.known_sums import keep_sums
 from flysurgery.ops.ways import Stage, Stages
 from flysurgery.torch_state import is_tracing, refuse_second_derivative
 
@@ -142,8 +144,25 @@ class _Attended(torch.autograd.Function):
         *tensors, y, log_sums = ctx.saved_tensors
         sizes, scale, places = ctx.given
         gradients = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in tensors]
-        run_attention_gradient(sizes, _parts(tensors, places), y, log_sums, dy, scale, _parts(gradients, places))
+        sums = _sums_of_columns(gradients[0], places) if len(tensors) == 1 else None
+        of_parts = (None, None, None) if sums is None else _of_columns(sums, places)
+        run_attention_gradient(sizes, _parts(tensors, places), y, log_sums, dy, scale, _parts(gradients, places), of_parts)
+        keep_sums(gradients[0], sums)
         return None, None, None, *gradients
+
+
+def _sums_of_columns(whole: Tensor, places: Sequence[_Place]) -> Tensor | None:  # shape: (parts, features)
+    """An empty tensor for sums of rows; None where the three parts are not columns of rows, an image's tokens one after the other."""
+    (batch, heads, tokens, features), (of_image, of_head, of_token, _), _ = places[0]
+    rows = of_token == whole.shape[-1] and of_image == tokens * of_token
+    if not rows or any(offset + (heads - 1) * of_head + features > of_token for *_, offset in places):
+        return None
+    return torch.empty((parts_of_sums(batch, heads, whole.device.index), of_token), dtype=torch.float32, device=whole.device)
+
+
+def _of_columns(sums: Tensor, places: Sequence[_Place]) -> Sequence[Tensor]:  # shapes: (parts, heads, features)
+    """The sums of each of the three parts, which lie as its columns do."""
+    return [sums.as_strided((len(sums), *shape[1::2]), (sums.stride(0), *strides[1::2]), offset) for shape, strides, offset in places]
 
 
 def _parts(tensors: Sequence[Tensor], places: Sequence[_Place]) -> Sequence[Tensor]:

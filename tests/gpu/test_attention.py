@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flysurgery import ops
 from flysurgery.gpu.attention import run_attention
+from flysurgery.ops.known_sums import known_sums
 from tests.support.blocks import check_replay
 from tests.support.problems import keep_bits
 from tests.support.tolerance import ARITHMETICS, TF32, Arithmetic, assert_epilogue_comparable, assert_equal
@@ -188,3 +189,44 @@ def test_gradients_of_attention(batch: int, heads: int, tokens: int, dtype: torc
     y = ops.attended(apart[0], ops.Attention(apart[1], apart[2], scale))
     for one, again in zip(ours[1:], torch.autograd.grad(y, apart, dy), strict=True):
         assert_equal(one, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize(("batch", "heads", "tokens"), [(3, 2, 1), (200, 3, 50), (2, 1, 64), (128, 6, 197), (9, 5, 257), (1, 140, 70)])
+def test_sums_of_gradients_over_tokens(batch: int, heads: int, tokens: int, by_head: bool, dtype: torch.dtype) -> None:
+    """They come with the gradient of q, k and v side by side, or of those of each head, near to float64, and the same again."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    whole = torch.randn(batch, tokens, 3 * heads * 64, generator=generator, device="cuda").to(dtype).requires_grad_()
+    dy = torch.randn(batch, tokens, heads, 64, generator=generator, device="cuda").to(dtype).transpose(1, 2)
+
+    def parts(tensor: Tensor) -> Operands:  # shapes: (batch, heads, tokens, 64)
+        split = (
+            tensor.view(*tensor.shape[:-1], heads, 3, 64) if by_head else tensor.view(*tensor.shape[:-1], 3, heads, 64).transpose(-3, -2)
+        )
+        q, k, v = split.transpose(-4, -3).unbind(-2)
+        return q, k, v
+
+    def found() -> Tensor:
+        q, k, v = parts(whole)
+        (gradient,) = torch.autograd.grad(ops.attended(q, ops.Attention(k, v)), whole, dy)
+        sums = known_sums(gradient)
+        assert sums is not None and known_sums(gradient.clone()) is None
+        assert known_sums(gradient.add_(1.0)) is None
+        return sums
+
+    sums, wide = found(), whole.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(scaled_dot_product_attention(*parts(wide)), wide, dy.double())
+    assert_equal(sums, found())
+    of_q, of_k, of_v = (each[:, :, 0].sum(0) for each in parts(sums.double()[:, None]))
+    size = parts(expected)[0].square().sum((0, 2)).sqrt().norm()
+    assert (of_q - parts(expected)[0].sum((0, 2))).norm() <= 4 * torch.finfo(dtype).eps * size + 1e-4
+    assert (of_k == 0).all() and parts(expected)[1].sum((0, 2)).abs().max() < 1e-9
+    assert (of_v - parts(expected)[2].sum((0, 2))).norm() <= 1e-6 * dy.double().norm()
+
+
+def test_no_sums_come_with_a_gradient_whose_rows_are_not_tokens() -> None:
+    whole = torch.randn(50, 4, 3 * 64, device="cuda", dtype=torch.float16, requires_grad=True)  # tokens before images
+    q, k, v = whole.view(50, 4, 3, 1, 64).permute(2, 1, 3, 0, 4).unbind(0)
+    (gradient,) = torch.autograd.grad(ops.attended(q, ops.Attention(k, v)).sum(), whole)
+    assert known_sums(gradient) is None
