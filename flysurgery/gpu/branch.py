@@ -73,14 +73,7 @@ def ahead(sources: Sequence[Tensor], make: Callable[[], Found]) -> Found:
     if main is None:
         know(sources)
         return make()
-    side = _side_of(main, "ahead")
-    with torch.cuda.stream(side):
-        begun = torch.cuda.is_current_stream_capturing()
-    fork = _forks.get(side)
-    if not begun or fork is None or fork.moment != moment() or not all(map(fork.orders, sources)):
-        side.wait_stream(main)
-        versions = {reference.key: (reference, known._version) for reference in _known.valuerefs() if (known := reference()) is not None}
-        _forks[side] = _Fork(moment(), versions)
+    side = _forked(main, sources)
     with torch.cuda.stream(side):
         found = make()
     main.wait_stream(side)
@@ -89,6 +82,26 @@ def ahead(sources: Sequence[Tensor], make: Callable[[], Found]) -> Found:
             tensor.record_stream(main)
             tensor.record_stream(_side_of(main, "beside"))
     return found
+
+
+def begin_ahead(device: torch.device) -> None:
+    """Let the branch for ``ahead`` begin here rather than at its first use, behind what is queued until then."""
+    main = _captured(device)
+    if main is not None:
+        main.wait_stream(_forked(main, ()))  # a branch that nothing uses must end too
+
+
+def _forked(main: torch.cuda.Stream, sources: Sequence[Tensor]) -> torch.cuda.Stream:
+    """The branch for ``ahead``, behind all writes to the sources."""
+    side = _side_of(main, "ahead")
+    with torch.cuda.stream(side):
+        begun = torch.cuda.is_current_stream_capturing()
+    fork = _forks.get(side)
+    if not begun or fork is None or fork.moment != moment() or not all(map(fork.orders, sources)):
+        side.wait_stream(main)
+        versions = {reference.key: (reference, known._version) for reference in _known.valuerefs() if (known := reference()) is not None}
+        _forks[side] = _Fork(moment(), versions)
+    return side
 
 
 def know(sources: Sequence[Tensor]) -> None:

@@ -162,7 +162,7 @@ def _back_norm_linears(
 
 def _linear_residual(x: Tensor, given: LinearResidual) -> tuple[Tensor, Kept]:
     given = given._replace(residual=given.residual.reshape(-1, given.residual.shape[-1]))
-    if isinstance(given.linear, FusedFactors) and _halves(x) and reason(x, given) is None:
+    if _halves(x) and reason(x, given) is None:
         return run(x, given), ()
     dense = _dense((given.linear,), given.scale, x.dtype)
     return dense(x).add_(given.residual), dense
