@@ -7,6 +7,7 @@
 // Defines: COLUMNS; MODE, the type of x and y: 0 float16, 1 bfloat16, 2 float32; MOMENTS 1 to write no more of a row than its mean and
 // the sum of the squares of what differs from it, float32.
 // Limits: sm_80 or newer; rows begin at multiples of 16 bytes and hold a multiple of 16 bytes, at most 4096 columns.
+#define WARP_A_ROW
 #include "row_vectors.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps) layer_norm(
@@ -15,8 +16,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) layer_norm(
     const long long row = (long long)blockIdx.x * kWarps + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (row >= rows) return;
-    const Vector<16>* from = reinterpret_cast<const Vector<16>*>(x + row * stride);
-    Vector<16>* to = reinterpret_cast<Vector<16>*>(y + row * COLUMNS * kBytes);
+    const Vector<kVectorBytes>* from = reinterpret_cast<const Vector<kVectorBytes>*>(x + row * stride);
+    Vector<kVectorBytes>* to = reinterpret_cast<Vector<kVectorBytes>*>(y + row * COLUMNS * kBytes);
 
     float values[kSteps][kWidth] = {};
     float sum = 0.0f;
@@ -52,6 +53,6 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) layer_norm(
                     out[k + 3] = fmaf(out[k + 3], w.w, b.w);
                 }
             }
-            to[step * 32 + lane] = rounded<16>(out);
+            to[step * 32 + lane] = rounded<kVectorBytes>(out);
         }
 }

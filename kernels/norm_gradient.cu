@@ -1,14 +1,16 @@
 // The gradient of y = n * weight + bias, n = (x - mean) / deviation, over the last dimension. With h = g * weight:
-// dx = r + (h - mean(h) - n * mean(h * n)) / deviation, and sums over rows: g * n for the weight, and g for the bias.
+// dx = r + (h - mean(h) - n * mean(h * n)) / deviation, and sums over rows: g * n for the weight, g for the bias, and dx for the bias of the
+// operation before.
 //
 // One warp a row, as in layer_norm.cu; moments are computed again, which costs nothing beside the memory. A warp takes every so many rows, the next
 // one of narrow rows on its way, so that its sums stay in registers; the block's warps add theirs up at the end, in a fixed order. Floor: x, g and r,
 // read once, and dx.
 //
-// sums: (blocks, 2, COLUMNS) float32, to be added up over blocks. A null r stands for zeros.
+// sums: (blocks, 3, COLUMNS) float32, to be added up over blocks. A null r stands for zeros.
 // Defines: COLUMNS; MODE, the type of x, g, r and dx: 0 float16, 1 bfloat16, 2 float32. The weight is float32; a null one stands for ones. WARPS of a
 // block: more keep more rows on their way, and leave each fewer registers.
 // Limits: sm_80 or newer; all rows lie one after the other and hold a multiple of 16 bytes, at most 1024 columns.
+#define WARP_A_ROW
 #include "row_vectors.cuh"
 
 constexpr bool kAhead = kSteps * kWidth <= (MODE == 2 ? 16 : 24);  // wider rows need the registers
@@ -17,13 +19,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) norm_gradient(
     const char* x, const char* g, const char* r, const float* weight, char* dx, float* sums, long long rows, int eps_bits) {
     __shared__ float parts[WARPS][COLUMNS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float of_weight[kSteps][kWidth] = {}, of_bias[kSteps][kWidth] = {};
-    Vector<16> next_x[kSteps], next_g[kSteps], next_r[kSteps];
+    float of_weight[kSteps][kWidth] = {}, of_bias[kSteps][kWidth] = {}, of_dx[kSteps][kWidth] = {};
+    Vector<kVectorBytes> next_x[kSteps], next_g[kSteps], next_r[kSteps];
     auto read = [&](long long row) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
             if (row < rows && step * 32 + lane < kVectors) {
-                const long long byte = (row * kVectors + step * 32 + lane) * 16;
+                const long long byte = (row * kVectors + step * 32 + lane) * kVectorBytes;
                 load_now(next_x[step], x + byte);
                 load_now(next_g[step], g + byte);
                 if (r != nullptr) load_now(next_r[step], r + byte);
@@ -35,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) norm_gradient(
     for (; row < rows; row += (long long)gridDim.x * WARPS) {
         if (!kAhead) read(row);
         float n[kSteps][kWidth] = {}, h[kSteps][kWidth] = {};
-        Vector<16> beside[kSteps];
+        Vector<kVectorBytes> beside[kSteps];
         float sum = 0.0f;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -68,11 +70,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) norm_gradient(
                 float out[kWidth] = {};
                 if (r != nullptr) spread(out, beside[step]);
 #pragma unroll
-                for (int k = 0; k < kWidth; ++k) out[k] = fmaf(fmaf(-n[step][k], along, h[step][k] - shift), scale, out[k]);
-                reinterpret_cast<Vector<16>*>(dx)[row * kVectors + step * 32 + lane] = rounded<16>(out);
+                for (int k = 0; k < kWidth; ++k) {
+                    out[k] = fmaf(fmaf(-n[step][k], along, h[step][k] - shift), scale, out[k]);
+                    of_dx[step][k] += out[k];
+                }
+                reinterpret_cast<Vector<kVectorBytes>*>(dx)[row * kVectors + step * 32 + lane] = rounded<kVectorBytes>(out);
             }
     }
-    sums += (long long)blockIdx.x * 2 * COLUMNS;
+    sums += (long long)blockIdx.x * 3 * COLUMNS;
     auto add_up = [&](const float (&own)[kSteps][kWidth], float* to) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -90,4 +95,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) norm_gradient(
     };
     add_up(of_weight, sums);
     add_up(of_bias, sums + COLUMNS);
+    add_up(of_dx, sums + 2 * COLUMNS);
 }

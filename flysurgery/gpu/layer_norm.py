@@ -109,11 +109,12 @@ _MOST_COLUMNS = 1024
 
 
 class NormGradient(NamedTuple):
-    """The gradients of x and of the norm's weight and bias."""
+    """The gradients of x and of the norm's weight and bias, and sums of the former's rows where a kernel has found them."""
 
     x: Tensor  # shape: (rows, features)
     weight: Tensor  # shape: (features,), float32 or wider
     bias: Tensor  # shape: (features,), likewise
+    sums: Tensor | None = None  # shape: (1, features), likewise
 
 
 def norm_gradient(
@@ -130,19 +131,22 @@ def norm_gradient(
     found, index = x.new_empty(x.shape), x.device.index
     warps = _warps(features, x.dtype)
     blocks = max(1, min(-(-rows // warps), multiprocessors_of(index)))  # more blocks would leave more parts of the sums
-    sums = torch.empty((blocks, 2, features), dtype=torch.float32, device=x.device)
+    sums = torch.empty((blocks, 3, features), dtype=torch.float32, device=x.device)
     wide = None if weight is None else packed(weight.detach().float())
     operands = packed(x), packed(gradient), None if beside is None else packed(beside), wide, found, sums
     rows_kernel("norm_gradient", features, x.dtype, index, warps=warps).launch(
         (blocks, 1, 1), (32 * warps, 1, 1), 0, current_stream(index), *operands, rows, float_bits(eps), early=True
     )
-    return NormGradient(found, *sum_of_rows(sums.view(blocks, -1), torch.float32).view(2, features))
+    of_weight, of_bias, of_x = sum_of_rows(sums.view(blocks, -1), torch.float32).view(3, 1, features)
+    return NormGradient(found, of_weight[0], of_bias[0], of_x)
 
 
 def _warps(features: int, dtype: torch.dtype) -> int:
-    """The warps of a block of the kernel: more where a lane's columns leave them registers."""
-    columns = _VECTOR_BYTES // dtype.itemsize
-    return 16 if -(-features // (32 * columns)) * columns <= 16 else 8
+    """The warps of a block of the kernel: more where what a lane has of a row leaves them registers."""
+    row = features * dtype.itemsize
+    vector = 8 if row % 512 and not row % 256 else _VECTOR_BYTES  # as the kernel has them
+    lane = -(-row // (32 * vector)) * vector
+    return 16 if lane <= 32 and lane // dtype.itemsize <= 12 else 8
 
 
 def _by_pytorch(x: Tensor, gradient: Tensor, weight: Tensor | None, eps: float, beside: Tensor | None) -> NormGradient:

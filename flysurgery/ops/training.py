@@ -18,7 +18,7 @@ from flysurgery.gpu.device import kernels_take
 from flysurgery.gpu.doubt import doubt_trained
 from flysurgery.gpu.gradients import summed
 from flysurgery.gpu.hidden_gradient import hidden_gradient_takes, hidden_image, run_hidden_gradient
-from flysurgery.gpu.layer_norm import NormGradient, norm_gradient, present_norm
+from flysurgery.gpu.layer_norm import norm_gradient, present_norm
 from flysurgery.gpu.modes import mode_for
 from flysurgery.gpu.parts import FusedFactors, Gated, Linear, Norm, present
 from flysurgery.gpu.product import run_product
@@ -95,7 +95,9 @@ class _Trained(torch.autograd.Function):
         if isinstance(operation, LinearResidual):
             found = found._replace(residual=dy)
         gradients = [gradient if need else None for gradient, need in zip(found.tensors, needs, strict=True)]
-        return (None, dx.view(ctx.shape) if needs_x else None, *gradients)
+        shaped = dx.view(ctx.shape)
+        keep_sums(shaped, known_sums(dx))
+        return (None, shaped if needs_x else None, *gradients)
 
 
 class _TrainedWithX(_Trained):
@@ -134,10 +136,12 @@ def _of_product(
     return of_linears(of_weight, sums, group, scale, matrix)
 
 
-def _of_norm(norm: Norm, found: NormGradient) -> Norm:
-    """The gradients of a norm's weight and bias in their dtypes."""
+def _back_norm(x: Tensor, gradient: Tensor, norm: Norm, beside: Tensor | None) -> tuple[Tensor, Norm]:
+    """The gradients of x, which keeps the sums of its rows, and of a norm's weight and bias in their dtypes."""
+    found = norm_gradient(x, gradient, norm.weight, norm.eps, beside)
+    keep_sums(found.x, found.sums)
     of_weight = None if norm.weight is None else found.weight.to(norm.weight.dtype)
-    return Norm(of_weight, None if norm.bias is None else found.bias.to(norm.bias.dtype), norm.eps)
+    return found.x, Norm(of_weight, None if norm.bias is None else found.bias.to(norm.bias.dtype), norm.eps)
 
 
 def _norm_linears(x: Tensor, given: NormLinears) -> tuple[Tensor, Kept]:
@@ -156,8 +160,8 @@ def _back_norm_linears(
 ) -> tuple[Tensor, NormLinears]:
     normed, dense = kept[0], _dense(given.group, None, x.dtype, kept[1:], bias=False)
     group, _ = _gradients(dy, normed, dense, tuple(given.group), None, learning, branch)
-    found = norm_gradient(x, dy @ dense.weight, given.norm.weight, given.norm.eps, beside)
-    return found.x, NormLinears(_of_norm(given.norm, found), group)
+    dx, norm = _back_norm(x, dy @ dense.weight, given.norm, beside)
+    return dx, NormLinears(norm, group)
 
 
 def _linear_residual(x: Tensor, given: LinearResidual) -> tuple[Tensor, Kept]:
@@ -206,8 +210,7 @@ def _back_feed_forward(
     (down,), scale = _gradients(dy, hidden, last, (given.down,), given.scale, learning, branch)
     dx, beside, norm = of_sums @ first.weight, dy if given.residual else None, given.norm
     if norm is not None:
-        found = norm_gradient(x, dx, norm.weight, norm.eps, beside)
-        dx, norm = found.x, _of_norm(norm, found)
+        dx, norm = _back_norm(x, dx, norm, beside)
     elif beside is not None:
         dx = dx + beside
     return dx, given._replace(norm=norm, up=up, down=down, scale=scale)
