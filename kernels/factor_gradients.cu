@@ -2,10 +2,8 @@
 //
 // An inner feature is a column of L, which reaches some rows of W (outputs), and a row of R, which reaches some columns (inputs). All inner
 // features with the same outputs and inputs are the members of a tile, at most 32; a table names them, -1 behind the last one.
-// A block computes 32 rows of one tile: of dL (outputs) or of dR (inputs). Its four groups of threads take every fourth slice of the sum, the
-// next slice on its way in registers, and add up what they have at the end, in a fixed order. blockIdx: tile, rows, linear.
-//
-// Tensor cores multiply. A float32 is the sum of two tf32 there, and the product of the two smaller parts is left out: 2^-22 of the result.
+// A block computes 32 rows of one tile: of dL (outputs) or of dR (inputs), in float32. Its four groups of threads take every fourth slice of
+// the sum, the next slice on its way in registers, and add up what they have at the end, in a fixed order. blockIdx: tile, rows, linear.
 //
 // Floor: dW is read twice, once for each factor.
 //
@@ -24,27 +22,10 @@ struct Operands {
     float *left_gradient[LINEARS], *right_gradient[LINEARS];
 };
 
-// Both by term, then by row or member, or the other way round: as they are read from memory. The lines' lengths are such that the 32
-// values of a fragment lie in 32 banks.
 struct Slice {
-    float dw[kTile * (kTile + 8)], weights[kTile * (kTile + 8)];
+    float dw[kTile][kTile + 2];       // by term, then by row
+    float weights[kTile][kTile + 4];  // by term, then by member
 };
-
-// A float32 as the sum of two tf32.
-struct Pair {
-    u32 high, low;
-    __device__ __forceinline__ explicit Pair(float value) {
-        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(value));
-        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(low) : "f"(value - __uint_as_float(high)));
-    }
-};
-
-// sums (16 rows x 8 members) += rows (16 x 8 terms) * members (8 terms x 8), each lane with its part of the fragments.
-__device__ __forceinline__ void multiply(float (&sums)[4], u32 a, u32 b, u32 c, u32 d, u32 e, u32 f) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(f));
-}
 
 // OF_LEFT: rows are outputs, terms inputs; else the other way round.
 template <bool OF_LEFT>
@@ -74,50 +55,44 @@ __device__ __forceinline__ void gradient_rows(
             next_weights[k] = m >= 0 && term < kTerms ? value_of(factor[at + term * kWeightStep]) : 0.0f;
         }
     };
-    constexpr int kLine = kTile + (OF_LEFT ? 4 : 8);
-    auto at = [](int term, int other) { return OF_LEFT ? other * kLine + term : term * kLine + other; };
-    // A warp has 16 rows and 16 members.
-    const int warp = thread / 32, lane = thread % 32, row = warp / 2 * 16 + lane / 4, member = warp % 2 * 16 + lane / 4;
+    const int row = thread / 8 * 2, member = thread % 8 * 4;
     float sums[2][4] = {};
     int start = group * kTile;
     read(start);
     while (start < kTerms) {
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
-            slice.dw[(slow + k * kSlow) * kLine + fast] = next_dw[k];
-            slice.weights[(slow + k * kSlow) * kLine + fast] = next_weights[k];
+            const int other = slow + k * kSlow;
+            slice.dw[OF_LEFT ? fast : other][OF_LEFT ? other : fast] = next_dw[k];
+            slice.weights[OF_LEFT ? fast : other][OF_LEFT ? other : fast] = next_weights[k];
         }
         asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kGroupThreads) : "memory");
         start += kGroups * kTile;
         read(start);
+#pragma unroll 8
+        for (int term = 0; term < kTile; ++term) {
+            const float2 left = *reinterpret_cast<const float2*>(&slice.dw[term][row]);
+            const float4 right = *reinterpret_cast<const float4*>(&slice.weights[term][member]);
+            const float rows[2] = {left.x, left.y}, columns[4] = {right.x, right.y, right.z, right.w};
 #pragma unroll
-        for (int step = 0; step < kTile; step += 8) {
-            const int term = step + lane % 4;
-            const Pair a(slice.dw[at(term, row)]), b(slice.dw[at(term, row + 8)]);
-            const Pair c(slice.dw[at(term + 4, row)]), d(slice.dw[at(term + 4, row + 8)]);
+            for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const Pair e(slice.weights[at(term, member + n * 8)]), f(slice.weights[at(term + 4, member + n * 8)]);
-                multiply(sums[n], a.low, b.low, c.low, d.low, e.high, f.high);
-                multiply(sums[n], a.high, b.high, c.high, d.high, e.low, f.low);
-                multiply(sums[n], a.high, b.high, c.high, d.high, e.high, f.high);
-            }
+                for (int j = 0; j < 4; ++j) sums[i][j] = fmaf(rows[i], columns[j], sums[i][j]);
         }
         asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kGroupThreads) : "memory");
     }
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+    for (int i = 0; i < 2; ++i)
 #pragma unroll
-        for (int k = 0; k < 4; ++k)  // two neighbouring members of a row, and of the row 8 below
-            slice.weights[(row + k / 2 * 8) * (kTile + 1) + warp % 2 * 16 + n * 8 + lane % 4 * 2 + k % 2] = sums[n][k];
+        for (int j = 0; j < 4; ++j) slice.weights[row + i][member + j] = sums[i][j];
     __syncthreads();
-    for (int n = threadIdx.x; n < kTile * kTile; n += kGroups * kGroupThreads) {
-        const int own = OF_LEFT ? n / kTile : n % kTile, k = OF_LEFT ? n % kTile : n / kTile, m = members[k];
-        const int r = first_row + own;
+    for (int at = threadIdx.x; at < kTile * kTile; at += kGroups * kGroupThreads) {
+        const int own = OF_LEFT ? at / kTile : at % kTile, m = members[OF_LEFT ? at % kTile : at / kTile];
+        const int r = first_row + own, k = OF_LEFT ? at % kTile : at / kTile;
         if (m < 0 || r >= kRows) continue;
         float sum = 0.0f;
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) sum += slices[g].weights[own * (kTile + 1) + k];
+        for (int g = 0; g < kGroups; ++g) sum += slices[g].weights[own][k];
         gradient[OF_LEFT ? left_start + r * L_C * L_D + m / L_D % L_C * L_D : right_start + m / R_D % R_B * (R_C * R_D) + r * R_D] = sum;
     }
 }
