@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import count
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -46,7 +47,7 @@ class Branch:
 
 
 class _Fork(NamedTuple):
-    """The state of all known sources when a branch for ``ahead`` was last ordered behind the stream it belongs to."""
+    """The state of all known sources when a branch for ``ahead`` was last put behind the stream it belongs to."""
 
     moment: int
     versions: Mapping[int, tuple[weakref.ref[Tensor], int]]
@@ -58,12 +59,16 @@ class _Fork(NamedTuple):
         return found is not None and found() is whole and whole._version == version
 
 
+_BRANCHES = 4
+"""For ``ahead``: what is packed takes many launches, each of which waits for large ones to leave it room."""
+
+_turns = count()
 _known: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 _forks: dict[torch.cuda.Stream, _Fork] = {}
 
 
 def ahead(sources: Sequence[Tensor], make: Callable[[], Found]) -> Found:
-    """Give ``make()``, which reads only ``sources``. While a graph is captured, it runs on a branch of its own.
+    """Give ``make()``, which reads only ``sources``. While a graph is captured, it runs on one of some branches, in turn.
 
     The current stream waits for the result. The branch does not wait for the current stream as long as no source is written to. So a
     replay packs the weights of later layers while it computes the first ones. The branch waits where a write may be missed: at a source
@@ -73,7 +78,7 @@ def ahead(sources: Sequence[Tensor], make: Callable[[], Found]) -> Found:
     if main is None:
         know(sources)
         return make()
-    side = _forked(main, sources)
+    side = _forked(main, next(_turns) % _BRANCHES, sources)
     with torch.cuda.stream(side):
         found = make()
     main.wait_stream(side)
@@ -85,15 +90,16 @@ def ahead(sources: Sequence[Tensor], make: Callable[[], Found]) -> Found:
 
 
 def begin_ahead(device: torch.device) -> None:
-    """Let the branch for ``ahead`` begin here rather than at its first use, behind what is queued until then."""
+    """Let the branches for ``ahead`` begin here rather than at their first use, behind what is queued until then."""
     main = _captured(device)
     if main is not None:
-        main.wait_stream(_forked(main, ()))  # a branch that nothing uses must end too
+        for side in [_forked(main, turn, ()) for turn in range(_BRANCHES)]:
+            main.wait_stream(side)  # a branch that nothing uses must end too
 
 
-def _forked(main: torch.cuda.Stream, sources: Sequence[Tensor]) -> torch.cuda.Stream:
-    """The branch for ``ahead``, behind all writes to the sources."""
-    side = _side_of(main, "ahead")
+def _forked(main: torch.cuda.Stream, turn: int, sources: Sequence[Tensor]) -> torch.cuda.Stream:
+    """A branch for ``ahead``, behind all writes to the sources."""
+    side = _side_of(main, f"ahead {turn}")
     with torch.cuda.stream(side):
         begun = torch.cuda.is_current_stream_capturing()
     fork = _forks.get(side)

@@ -114,6 +114,8 @@ class Step(nn.Module):
 
     def trained(self, x: Tensor, *others: Tensor) -> Tensor | str:
         """The group with fused gradients, in the dtype of x or that of autocast, or why it has none."""
+        if self._kind is ops.PatchEmbedding:  # the first group of a model
+            ops.begin_ahead(x.device)
         if self._kind is not ops.Attention:  # whose inputs autocast has cast, or PyTorch casts
             dtype = product_dtype(x)
             x, *others = (each.to(dtype) for each in (x, *others))  # pyright: ignore[reportAssignmentType]

@@ -1,5 +1,6 @@
 """How a product of factors is multiplied, and what fused operations compute: problems, descriptions, backends, and the choice."""
 
+from flysurgery.gpu.branch import begin_ahead as begin_ahead
 from flysurgery.gpu.parts import Dense as Dense
 from flysurgery.gpu.parts import FusedFactors as FusedFactors
 from flysurgery.gpu.parts import Gated as Gated
