@@ -114,8 +114,6 @@ class Step(nn.Module):
 
     def trained(self, x: Tensor, *others: Tensor) -> Tensor | str:
         """The group with fused gradients, in the dtype of x or that of autocast, or why it has none."""
-        if self._kind is ops.PatchEmbedding:  # the first group of a model
-            ops.begin_ahead(x.device)
         if self._kind is not ops.Attention:  # whose inputs autocast has cast, or PyTorch casts
             dtype = product_dtype(x)
             x, *others = (each.to(dtype) for each in (x, *others))  # pyright: ignore[reportAssignmentType]
@@ -125,7 +123,7 @@ class Step(nn.Module):
         if isinstance(operation, ops.Attention):
             return operation.wrong(x) or ops.attended(x, operation)
         if isinstance(operation, ops.PatchEmbedding):
-            return operation.wrong_sizes(x) or operation.by_product(x).to(x.dtype)
+            return operation.wrong_sizes(x) or ops.embedded(x, operation)
         reason, stream = ops.training_reason(x, operation), self.stream  # another thread's stream has another x
         if reason is None and stream is not None and stream.x is x:
             y, stream.x = ops.trained_with_x(x, operation)

@@ -1,6 +1,5 @@
 """How a product of factors is multiplied, and what fused operations compute: problems, descriptions, backends, and the choice."""
 
-from flysurgery.gpu.branch import begin_ahead as begin_ahead
 from flysurgery.gpu.parts import Dense as Dense
 from flysurgery.gpu.parts import FusedFactors as FusedFactors
 from flysurgery.gpu.parts import Gated as Gated
@@ -26,6 +25,7 @@ from flysurgery.ops.multiply import ks_linear_group as ks_linear_group
 from flysurgery.ops.multiply import ks_multiply as ks_multiply
 from flysurgery.ops.norm_linears import NormLinears as NormLinears
 from flysurgery.ops.patches import PatchEmbedding as PatchEmbedding
+from flysurgery.ops.patches import embedded as embedded
 from flysurgery.ops.problem import Problem as Problem
 from flysurgery.ops.training import trained as trained
 from flysurgery.ops.training import trained_with_x as trained_with_x

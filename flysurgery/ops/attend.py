@@ -27,6 +27,7 @@ from flysurgery.gpu.attention import (
 from flysurgery.gpu.device import kernels_take, shared_limit_of
 from flysurgery.gpu.modes import HALF_MODES, mode_for
 from flysurgery.ops.known_sums import keep_sums
+from flysurgery.ops.vectors import copy_wide
 from flysurgery.ops.ways import Stage, Stages
 from flysurgery.torch_state import is_tracing, refuse_second_derivative
 
@@ -184,19 +185,5 @@ class _Parts(torch.autograd.Function):
         shape, dtype, device = ctx.like
         whole = torch.empty(shape, dtype=dtype, device=device)
         for place, gradient in zip(ctx.places, gradients, strict=True):
-            part = whole.as_strided(*place)
-            wide = _in_vectors(part, gradient)
-            if wide is None:
-                part.copy_(gradient)
-            else:
-                wide[0].copy_(wide[1])
+            copy_wide(whole.as_strided(*place), gradient)
         return whole, None
-
-
-def _in_vectors(*tensors: Tensor) -> tuple[Tensor, ...] | None:
-    """The same memory as vectors of 16 bytes, which PyTorch copies faster than halves; None where it does not consist of such."""
-    each = 16 // tensors[0].element_size()
-    for tensor in tensors:
-        if tensor.data_ptr() % 16 or tensor.stride(-1) != 1 or any(size % each for size in (tensor.shape[-1], *tensor.stride()[:-1])):
-            return None
-    return tuple(tensor.view(torch.complex128) for tensor in tensors)

@@ -1,19 +1,24 @@
-"""The embedding of patches of images as one product: what is computed, and which launch computes it."""
+"""The embedding of patches of images as one product: what is computed, which launch computes it, and the same with gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flysurgery.gpu.branch import Branch, begin_ahead
 from flysurgery.gpu.dense import patches_obstacle, rows_of_image, run_patches
+from flysurgery.gpu.doubt import doubt_trained
+from flysurgery.gpu.gradients import summed
 from flysurgery.gpu.modes import present_mode
 from flysurgery.gpu.parts import present
+from flysurgery.ops.vectors import copy_wide
 from flysurgery.ops.ways import Stage, Stages
+from flysurgery.torch_state import is_tracing, refuse_second_derivative, without_autocast
 
 
 class PatchEmbedding(NamedTuple):
@@ -58,7 +63,7 @@ class PatchEmbedding(NamedTuple):
         if mode is not None and patches_obstacle(high, wide, channels, features, mode, x.device.index) is None:
             stage = Stage((), partial(_in_place, mode=mode))
         else:
-            stage = Stage((), _copied)
+            stage = Stage((), lambda y, x, given: _multiplied(x, given)[0])
         return (stage, Stage((), _as_image)) if self.image else (stage,)
 
     def plainly(self, x: Tensor) -> Tensor:
@@ -67,7 +72,8 @@ class PatchEmbedding(NamedTuple):
 
     def by_product(self, x: Tensor) -> Tensor:
         """The same by one product, with gradients: that of a convolution's weight takes PyTorch longer."""
-        patches = functional.linear(_pixels(x, self.weight), self.weight.flatten(1), self.bias)
+        pixels = _cut(x, self.weight).flatten(3).flatten(1, 2)
+        patches = functional.linear(pixels, self.weight.flatten(1), self.bias)
         return _as_image(patches, x, self) if self.image else self._with_position(x, patches)
 
     def _with_position(self, x: Tensor, patches: Tensor) -> Tensor:
@@ -88,26 +94,90 @@ def _in_place(y: Tensor, images: Tensor, patches: PatchEmbedding, mode: str) -> 
     return run_patches(images, weight, bias, position, prefix, mode)
 
 
-def _copied(y: Tensor, images: Tensor, patches: PatchEmbedding) -> Tensor:
-    weight, bias, position, prefix, _ = patches
-    features, count, pixels = weight.shape[0], images.shape[0], _pixels(images, weight)
-    before, position = rows_of_image(position, prefix, pixels.shape[1])
-    offset = torch.zeros((1, features), dtype=images.dtype, device=images.device) if bias is None else bias[None]
-    offset = (offset if position is None else position + offset).expand(count, pixels.shape[1], -1)
-    matrix = weight.reshape(features, -1).t().expand(count, -1, -1)
-    if before is None:
-        return torch.baddbmm(offset, pixels, matrix)
-    tokens = images.new_empty((count, len(before) + pixels.shape[1], features))
-    tokens[:, : len(before)] = before
-    torch.baddbmm(offset, pixels, matrix, out=tokens[:, len(before) :])
-    return tokens
+def _multiplied(images: Tensor, given: PatchEmbedding) -> tuple[Tensor, Tensor]:
+    """The tokens, in the dtype of the images, and the pixels of each token, row by row: zeros for those before the patches."""
+    count, features, branch = len(images), len(given.weight), Branch(images.device)
+    cut = _cut(images, given.weight)
+    patches, before = cut.shape[1:3].numel(), sum(tokens.shape[-2] for tokens in given.prefix)
+    matrix = branch.run(given.weight.flatten(1).to, images.dtype)
+    added = branch.run(_added, given, patches, images.dtype)
+    pixels = images.new_empty((count, before + patches, matrix.shape[1]))
+    pixels[:, :before] = 0
+    copy_wide(pixels[:, before:].view(cut.shape), cut)
+    branch.join()
+    rows, shape = pixels.flatten(0, 1), (count, before + patches, features)
+    if added is None or added.dim() == 1:
+        y = functional.linear(rows, matrix, added)
+    else:
+        y = images.new_empty((len(rows), features))
+        copy_wide(y.view(shape), added.expand(shape))
+        y.addmm_(rows, matrix.t())
+    return torch.ops.aten._unsafe_view(y, shape), rows  # no view for autograd, so that others may write to it
 
 
-def _pixels(images: Tensor, weight: Tensor) -> Tensor:  # shape: (images, patches, channels * patch height * patch width)
-    """A copy in which the pixels of a patch lie side by side."""
+def _added(given: PatchEmbedding, patches: int, dtype: torch.dtype) -> Tensor | None:  # shape: (features,) or (tokens + patches, features)
+    """What is added to the product: the bias, or a row for each token of an image; None where there is nothing."""
+    weight, bias, position, prefix, _ = given
+    before, position = rows_of_image(position, prefix, patches)
+    if before is None and position is None:
+        return None if bias is None else bias.to(dtype)
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    rows = bias.expand(patches, -1) if position is None else position + bias
+    return (rows if before is None else torch.cat([before, rows])).to(dtype)
+
+
+def _cut(images: Tensor, weight: Tensor) -> Tensor:  # shape: (images, rows, columns, channels, patch height, patch width)
+    """The pixels of each patch, where they lie."""
     (count, channels, height, width), (high, wide) = images.shape, weight.shape[2:]
-    cut = images.reshape(count, channels, height // high, high, width // wide, wide)
-    return cut.permute(0, 2, 4, 1, 3, 5).reshape(count, (height // high) * (width // wide), channels * high * wide)
+    return images.reshape(count, channels, height // high, high, width // wide, wide).permute(0, 2, 4, 1, 3, 5)
+
+
+def embedded(x: Tensor, given: PatchEmbedding) -> Tensor:
+    """The embedding with gradients, in the dtype of x. The tensors may be wider than x; their gradients are summed in float32 or wider.
+
+    There is no second derivative. PyTorch's operators serve images that require gradients, compilers, transforms and modes.
+    """
+    if x.requires_grad or is_tracing(x, *given.tensors):
+        return given.by_product(x).to(x.dtype)
+    begin_ahead(x.device)  # a model begins here
+    y: Any = _Embedded.apply(given, x, *given.tensors)
+    return _as_image(y, x, given) if given.image else y
+
+
+class _Embedded(torch.autograd.Function):
+    """The tokens of images. The embedding's tensors follow the images, so that gradients find them."""
+
+    @staticmethod
+    def forward(ctx: Any, given: PatchEmbedding, x: Tensor, *tensors: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with without_autocast(x.device.type):
+            y, rows = _multiplied(x, given)
+        ctx.given = given
+        ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None)  # which the gradient of the weight alone needs
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second_derivative()
+        given, needs, (rows,) = ctx.given, ctx.needs_input_grad[2:], ctx.saved_tensors
+        doubt_trained([tensor for tensor, need in zip(given.tensors, needs, strict=True) if need])
+        with without_autocast(dy.device.type):
+            dy, weight, branch = dy.contiguous(), given.weight, Branch(dy.device)
+            others = branch.run(_of_tokens, dy, given)
+            of_weight = None if rows is None else summed(dy.flatten(0, 1), rows).view(weight.shape).to(weight.dtype)
+            branch.join()
+        return None, None, *[gradient if need else None for gradient, need in zip((of_weight, *others), needs, strict=True)]
+
+
+def _of_tokens(dy: Tensor, given: PatchEmbedding) -> list[Tensor]:
+    """The gradients of bias, position and prefix, out of one sum over images. They share no memory."""
+    _, bias, position, prefix, _ = given
+    sums = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
+    sizes = [tokens.shape[-2] for tokens in prefix]
+    *of_prefix, patches = sums.split([*sizes, len(sums) - sum(sizes)])
+    of_bias = [] if bias is None else [patches.sum(0)]
+    of_position = [] if position is None else [sums[len(sums) - position.shape[-2] :]]
+    found = zip((*of_bias, *of_position, *of_prefix), given.tensors[1:], strict=True)
+    return [gradient.to(tensor.dtype, copy=True).view(tensor.shape) for gradient, tensor in found]
 
 
 def _wrong_rows(patches: PatchEmbedding, count: int) -> str | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.ops import PatchEmbedding, run
+from flysurgery.ops import PatchEmbedding, embedded, run
 from flysurgery.patterns import Pattern
 from tests.support.blocks import check_replay, normal, wide
 from tests.support.oracle import product
@@ -80,3 +80,26 @@ def test_whichever_product_takes_the_patches(dtype: torch.dtype, features: int, 
     assert out.shape == yardstick.shape and out.dtype == dtype
     assert float((out.double() - truth).norm()) <= 3 * float((yardstick.double() - truth).norm()) + 1e-7 * float(truth.norm())
     assert_equal(out[:, : sum(tokens)], yardstick[:, : sum(tokens)])
+
+
+@sizes
+@pytest.mark.parametrize(("dtype", "rounded"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-20)])
+def test_gradients(dtype: torch.dtype, rounded: float, features: int, side: int, tokens: tuple[int, ...], placed: str) -> None:
+    """Of weights in float32, with what is computed in another dtype."""
+    torch.manual_seed(3)
+    images, weight = (
+        normal(19, 3, 4 * side, 6 * side, dtype=dtype),
+        normal(features, 3, side, side, dtype=torch.float32, deviation=0.5 / side),
+    )
+    rows, prefix = 24 + (sum(tokens) if placed == "all" else 0), [normal(1, each, features, dtype=torch.float32) for each in tokens]
+    position = normal(1, rows, features, dtype=torch.float32) if placed != "none" else None
+    given = PatchEmbedding(weight, normal(features, dtype=torch.float32), position, prefix)
+    exact = wide(given)
+    for tensor in (*given.tensors, *exact.tensors):
+        tensor.requires_grad_()
+    y, truth = embedded(images, given), exact.plainly(images.double())
+    dy = normal(*y.shape, dtype=dtype)
+    found = y, *torch.autograd.grad(y, given.tensors, dy)
+    for ours, true in zip(found, (truth, *torch.autograd.grad(truth, exact.tensors, dy.double())), strict=True):
+        assert ours.shape == true.shape and ours.dtype == (dtype if ours is y else torch.float32)
+        assert float((ours.double() - true).detach().norm() / true.detach().norm()) < 4 * rounded
