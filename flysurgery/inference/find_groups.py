@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from flysurgery.inference.embedding import CALLERS, METHOD, Embedding, embedding_of, inline_embedding
 from flysurgery.inference.graph import Calls, attempt, below, read, watch
-from flysurgery.inference.match import AttentionOut, Block, BlockMatcher, FeedForwardGroup, Matcher, ProjectionGroup
+from flysurgery.inference.match import AttentionOut, Block, BlockMatcher, FeedForwardGroup, Matcher, NormModule, ProjectionGroup
 from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.surgery import Reason
@@ -41,6 +41,7 @@ class Findings:
     blocks: dict[str, Block] = field(default_factory=dict)
     projections: dict[str, ProjectionGroup] = field(default_factory=dict)
     feed_forwards: dict[str, FeedForwardGroup] = field(default_factory=dict)
+    norms: dict[str, NormModule] = field(default_factory=dict)
     patches: dict[str, Patches] = field(default_factory=dict)
     embeddings: dict[str, Embedding] = field(default_factory=dict)
     reasons: dict[str, tuple[str, Reason]] = field(default_factory=dict)
@@ -58,6 +59,16 @@ class Findings:
     def consists_of(self, fqn: str, nodes: frozenset[Node]) -> bool:
         """Whether a module computes these nodes and nothing else."""
         return all(node in nodes or not node.users for node in self.inside(fqn))
+
+    def leaves(self, node: Node) -> bool:
+        """Whether a value, or what others than linear layers and layer norms make of it, is a result of the model."""
+        front, ends = {node}, {call.node for call in self.seen.calls}
+        while front:
+            ends |= {each for each in front if each is not node and name_of(each) == "layer_norm"}
+            front = {user for each in front - ends for user in each.users}
+            if any(each.op == "output" for each in front):
+                return True
+        return False
 
 
 def find_groups(model: nn.Module, example: Example | None = None) -> Findings:
@@ -84,6 +95,7 @@ def find_groups(model: nn.Module, example: Example | None = None) -> Findings:
             else:
                 kept[call.fqn] = outcome  # pyright: ignore[reportArgumentType]  match and kept belong together
     _find_blocks(found, [*outs.values(), *found.feed_forwards.values()])
+    _find_norms(found, matcher)
     _find_patches(found)
     _find_embeddings(found)
     return found
@@ -110,6 +122,15 @@ def _find_blocks(found: Findings, groups: Sequence[AttentionOut | FeedForwardGro
                 leave(group, outcome)
         else:
             found.blocks[fqn] = outcome
+
+
+def _find_norms(found: Findings, matcher: Matcher) -> None:
+    """Modules that are nothing but a layer norm, outside of the groups that have one."""
+    grouped = {node for group in (*found.projections.values(), *found.feed_forwards.values()) for node in group.nodes}
+    for node in found.seen.trace.graph.nodes:
+        norm = attempt(matcher.norm, node) if name_of(node) == "layer_norm" and node.users and node not in grouped else None
+        if isinstance(norm, NormModule) and found.calls[norm.fqn].one_of_one_tensor and found.consists_of(norm.fqn, frozenset((node,))):
+            found.norms[norm.fqn] = norm
 
 
 def _find_patches(found: Findings) -> None:

@@ -148,6 +148,13 @@ class Step(nn.Module):
         return self.plain(x, *others)
 
 
+class NormStep(Step):
+    """A layer norm by itself, as one module whose place the step takes."""
+
+    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.layers[0].forward(x)  # its hooks are those of the module in its place
+
+
 class PatchesStep(Step):
     """Patches of images as a convolution gives them. Where no kernel takes them, PyTorch makes one product of them."""
 

@@ -42,7 +42,7 @@ class OptimizeRow:
     """One group, by the name of its last linear or convolution, or of the attention module. Patches with the method behind them have the
     name of the patch embedding.
 
-    ``group`` is "qkv", "attention", "attn_out", "ffn" or "patches"; ``status`` "fused" or "left". The milliseconds are those
+    ``group`` is "qkv", "attention", "attn_out", "ffn", "norm" or "patches"; ``status`` "fused" or "left". The milliseconds are those
     of one call, None where nothing was measured. ``launches`` says what the launches of the fused group compute; it is empty where that
     is not known.
     """
@@ -97,7 +97,7 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     """Replace groups of layers by fused modules, in place, for inference on the device and in the dtype that the model has now.
 
     The groups are found by dataflow, in a trace of the forward pass: [LN -> q, k, v]; attention itself; [its output projection -> layer
-    scale -> residual]; [LN -> FFN -> layer scale -> residual]; and the patch embedding. A norm outside of a group stays. Layers
+    scale -> residual]; [LN -> FFN -> layer scale -> residual]; and the patch embedding. Layers
     may be converted or dense. A feed-forward block may be gated (SwiGLU), by two layers or the halves of one, and may have a norm before
     its last layer. Residual sums are fused in modules that compute nothing else: a block, one half of it, or many in a row. If ``model``
     itself is one, it gets a fused forward. timm's models add position and tokens to the patches in a method; a method that is set on the
@@ -115,7 +115,8 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     Weights may be changed, loaded, moved and retyped; ``flysurgery.ops.forget_derived`` lists the writes after which to call it.
     With ``training`` the fused modules serve calls with gradients in place of those without, in training mode as well: forward and backward
     together, at the autocast around this call, are what is measured. They keep one activation for each group, and pass the stream between
-    blocks on in autocast's dtype. Blocks with dropout or dropped paths stay as they are, and so does all else without fused gradients.
+    blocks on in autocast's dtype. So do norms outside of a group, which inference leaves as they are, unless their results leave the model.
+    Blocks with dropout or dropped paths stay as they are, and so does all else without fused gradients.
     Gradients have the dtypes of their parameters. There are no second derivatives: ``create_graph=True`` raises. Optimize before the model
     is wrapped by ``DistributedDataParallel``, sharded by ``fully_shard``, or compiled. The whole model is timed as it is called from
     Python, which takes the host more time than the model's own modules do; with ``training="captured"`` as a CUDA graph of the whole step.

@@ -15,7 +15,7 @@ from flysurgery.inference.clock import Shapes
 from flysurgery.inference.embedding import METHOD, Embedding
 from flysurgery.inference.find_groups import Findings, Patches
 from flysurgery.inference.fused_block import Attending, Form, FusedAttended, FusedBlock, FusedPart, attention_among, form_of
-from flysurgery.inference.fused_modules import EmbeddingStep, Input, Normalized, Parameter, PatchesStep, Step
+from flysurgery.inference.fused_modules import EmbeddingStep, Input, Normalized, NormStep, Parameter, PatchesStep, Step
 from flysurgery.inference.graph import UnfitError, attempt, below
 from flysurgery.inference.match import Attended, Block, BlockPart, FeedForwardGroup, Lone, NormModule, ProjectionGroup
 from flysurgery.inference.standin import (
@@ -122,6 +122,7 @@ class _Builder:
 
         alone(found.projections, self._projection, self._lone_projection)
         alone(found.feed_forwards, self._feed_forward, self._lone_feed_forward)
+        alone(found.norms if self.trains else {}, self._norm_alone, self._lone_norm)
         alone(found.patches, self._patches, self._lone_patches)
         built.replacements += blocks
         for fqn, embedding in found.embeddings.items():  # last, so that it sees the modules that were put below its module
@@ -220,6 +221,15 @@ class _Builder:
         if behind is None or not found.consists_of(behind, others):
             raise UnfitError("open-group", "no module consists of its two linears and its activation alone")
         return self._pair(group.norm.fqn, behind, candidate)
+
+    def _norm_alone(self, norm: NormModule) -> Candidate:
+        return Candidate("norm", norm.fqn, NormStep(ops.LayerNorm, self._norm(norm)), (_rows(norm.node),))
+
+    def _lone_norm(self, norm: NormModule, candidate: Candidate) -> Replacement:
+        """A norm outside of groups. Its result has the dtype of autocast, where PyTorch's has float32."""
+        if self.found.leaves(norm.node):
+            raise UnfitError("result", "its result leaves the model, and is float32 under autocast")
+        return self._stepped(norm.fqn, candidate)
 
     def _patches(self, patches: Patches) -> Candidate:
         step = PatchesStep(ops.PatchEmbedding, *self._convolution(patches.fqn), None, (), True)  # no position, no tokens, as an image

@@ -17,6 +17,7 @@ from flysurgery.ops.dispatch import Explanation as Explanation
 from flysurgery.ops.dispatch import Verdict as Verdict
 from flysurgery.ops.dispatch import explain as explain
 from flysurgery.ops.feed_forward import FeedForward as FeedForward
+from flysurgery.ops.layer_norm import LayerNorm as LayerNorm
 from flysurgery.ops.linear_residual import LinearResidual as LinearResidual
 from flysurgery.ops.linear_residual import leaves_moments as leaves_moments
 from flysurgery.ops.linear_residual import run_with_moments as run_with_moments

@@ -28,6 +28,7 @@ from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
 from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward
 from flysurgery.ops.known_sums import keep_sums, known_sums
 from flysurgery.ops.launches import epilogue_reason, in_one_launch, linear_epilogue, whole_reason
+from flysurgery.ops.layer_norm import LayerNorm
 from flysurgery.ops.linear_residual import LinearResidual
 from flysurgery.ops.norm_linears import NormLinears
 from flysurgery.ops.ways import Operation, reason, run
@@ -39,7 +40,7 @@ Kept = Sequence[Any]
 
 def training_reason(x: Tensor, operation: Operation) -> str | None:
     """Why an operation has no fused gradients; None where it has."""
-    if not isinstance(operation, NormLinears | LinearResidual | FeedForward):
+    if not isinstance(operation, NormLinears | LinearResidual | FeedForward | LayerNorm):
         return "it has no fused gradients"
     if isinstance(operation, FeedForward) and (isinstance(operation.up, Gated) or operation.inner is not None):
         return "the fused gradients of feed-forward blocks know neither gates nor inner norms"
@@ -144,6 +145,15 @@ def _back_norm(x: Tensor, gradient: Tensor, norm: Norm, beside: Tensor | None) -
     return found.x, Norm(of_weight, None if norm.bias is None else found.bias.to(norm.bias.dtype), norm.eps)
 
 
+def _layer_norm(x: Tensor, given: LayerNorm) -> tuple[Tensor, Kept]:
+    return present_norm(x, *given.norm), ()
+
+
+def _back_layer_norm(dy: Tensor, x: Tensor, given: LayerNorm, kept: Kept, learning: set[int], branch: Branch) -> tuple[Tensor, LayerNorm]:
+    dx, norm = _back_norm(x, dy, given.norm, None)
+    return dx, LayerNorm(norm)
+
+
 def _norm_linears(x: Tensor, given: NormLinears) -> tuple[Tensor, Kept]:
     normed, group = present_norm(x, *given.norm), given.group
     factors = [member for member in group if isinstance(member, FusedFactors)]
@@ -233,8 +243,14 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
     return x if norm is None else present_norm(x, *norm)
 
 
-_FORWARD: dict[type, Callable[..., Any]] = {NormLinears: _norm_linears, LinearResidual: _linear_residual, FeedForward: _feed_forward}
+_FORWARD: dict[type, Callable[..., Any]] = {
+    LayerNorm: _layer_norm,
+    NormLinears: _norm_linears,
+    LinearResidual: _linear_residual,
+    FeedForward: _feed_forward,
+}
 _BACKWARD: dict[type, Callable[..., Any]] = {
+    LayerNorm: _back_layer_norm,
     NormLinears: _back_norm_linears,
     LinearResidual: _back_linear_residual,
     FeedForward: _back_feed_forward,

@@ -11,7 +11,20 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from flysurgery.ops import Dense, FeedForward, FusedFactors, Gated, Linear, LinearResidual, Norm, NormLinears, ks_linear, launches, run
+from flysurgery.ops import (
+    Dense,
+    FeedForward,
+    FusedFactors,
+    Gated,
+    LayerNorm,
+    Linear,
+    LinearResidual,
+    Norm,
+    NormLinears,
+    ks_linear,
+    launches,
+    run,
+)
 from flysurgery.patterns import Architecture, gonon, monarch
 
 Part = TypeVar("Part")
@@ -93,6 +106,8 @@ TRAINED: dict[str, Callable[[int], Make]] = {
     "factors side by side": lambda n: three(gonon(n, n)),
     "factors beside dense": lambda n: behind_a_norm(monarch(n, n), (n, n), unbiased=[1]),
     "norm without weights": lambda n: behind_a_norm((n, n), plain=True),
+    "norm alone": lambda n: lambda dtype, rows: LayerNorm(affine(n, dtype)),
+    "norm alone, without a bias": lambda n: lambda dtype, rows: LayerNorm(affine(n, dtype)._replace(bias=None)),
     "residual": lambda n: added((n, n), scaled=False),
     "scaled residual": lambda n: added(monarch(n, n)),
     "dense feed-forward": lambda n: block((n, 4 * n), (4 * n, n)),
