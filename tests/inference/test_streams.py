@@ -40,7 +40,7 @@ def test_residuals_gradients_are_added_with_those_of_norms(joined: list[bool], n
     flysurgery.optimize(model, x, training=True)
     joined.clear()
     assert max(distance(gradients(model, x), before).values()) < 1e-12
-    assert joined == [True] * 4
+    assert joined.count(True) == 4, "those of two blocks; norms outside of blocks have nothing beside them"
     joined.clear()
     frozen(model, ("head", "mlp_head"))
     gradients(model, x)
