@@ -13,6 +13,7 @@ from flysurgery.errors import BackendError
 from flysurgery.factors import ks_einsum
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused_configs import configs, every_config, fits
+from flysurgery.gpu.gather import Packer
 from flysurgery.gpu.image import pack, panel_indices
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel, rows_and_stride
 from flysurgery.gpu.modes import dtype_of, macros
@@ -81,8 +82,16 @@ class FusedLinear:
         first, second = panel_indices(self.tile, self.config)
         return torch.from_numpy(first).long().to(self.device), torch.from_numpy(second).long().to(self.device)
 
+    @cached_property
+    def _packer(self) -> Packer:
+        return Packer(lambda factors: (self._pack_plainly([*zip(factors[::2], factors[1::2], strict=True)]),), self.tile.mode)
+
     def pack(self, linears: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """The weights' image, uint8, for ``run``; each linear gives its left and its right factor, canonical (a, b, c, d)."""
+        """The weights' image for ``run``; each linear gives its left and its right factor, canonical (a, b, c, d)."""
+        return self._packer(tuple(factor.detach() for pair in linears for factor in pair))[0]
+
+    def _pack_plainly(self, linears: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """The same by torch operations, uint8."""
         together = self.tile.linears
         parts = [linears[start : start + together] for start in range(0, len(linears), together)]
         return torch.cat([pack(self.tile, self.config, part, self._indices) for part in parts])
@@ -206,7 +215,8 @@ def run_fused_linears(
         if gate is not None:
             pairs = [(_gate_first(left, 1, gate), right) for left, right in pairs]
             offset = None if offset is None else _gate_first(offset, 0, gate)
-        pairs, offset = _fold(pairs, offset, weight, bias)
+        if norm is not None:
+            pairs, offset = _fold(pairs, offset, weight, bias)
         behind = _sums(pairs, dtype_of(mode)) if norm is not None else None if scale is None else scale.detach().double()
         if behind is not None:
             offset = torch.cat((torch.zeros_like(behind) if offset is None else offset, behind))
