@@ -199,19 +199,18 @@ def _feed_forward(x: Tensor, given: FeedForward) -> tuple[Tensor, Kept]:
         if epilogue_reason(x, up) is None and epilogue_reason(x, down) is None:
             hidden = linear_epilogue(_normed(x, norm), up, activation)
             return linear_epilogue(hidden, down, "none", x if residual else None, scale), ()
-    first, last, normed = _dense((up,), None, x.dtype), _dense((down,), scale, x.dtype), _normed(x, norm)
+    (first, last, image), normed = _dense_block(x, given), _normed(x, norm)
     y = last(ACTIVATIONS[activation](first(normed)))
-    return y.add_(x) if residual else y, (*first, *last)
+    return y.add_(x) if residual else y, (*first, *last, image)
 
 
 def _back_feed_forward(
     dy: Tensor, x: Tensor, given: FeedForward, kept: Kept, learning: set[int], branch: Branch
 ) -> tuple[Tensor, FeedForward]:
     assert not isinstance(given.up, Gated), "training_reason says so"
-    first, last = _dense((given.up,), None, x.dtype, kept[:3]), _dense((given.down,), given.scale, x.dtype, kept[3:], bias=False)
+    first, last, image = (AsDense(*kept[:3]), AsDense(*kept[3:6]), kept[6]) if kept else _dense_block(x, given)
     normed = _normed(x, given.norm)
-    if hidden_gradient_takes(x, *last.weight.shape):
-        image = ahead(present(*given.up.tensors, *given.down.tensors, given.scale), lambda: hidden_image(first.weight, last.weight))
+    if image is not None:
         hidden, of_sums, of_bias = run_hidden_gradient(normed, dy, image, first.bias, given.activation)
     else:
         hidden, of_sums = first(normed), dy @ last.weight
@@ -232,6 +231,18 @@ def _dense(group: Sequence[Linear], scale: Tensor | None, dtype: torch.dtype, ke
         return AsDense(*kept)
     group = group if bias else [each._replace(bias=None) for each in group]
     return ahead(present(*[tensor for each in group for tensor in each.tensors], scale), lambda: as_dense(group, scale, dtype))
+
+
+def _dense_block(x: Tensor, given: FeedForward) -> tuple[AsDense, AsDense, Tensor | None]:
+    """Both linears multiplied out, and the image of ``hidden_image`` where the kernel takes it."""
+    up, down = given.up, given.down
+    assert not isinstance(up, Gated), "training_reason says so"
+
+    def make() -> tuple[AsDense, AsDense, Tensor | None]:
+        first, last = as_dense((up,), None, x.dtype), as_dense((down,), given.scale, x.dtype)
+        return first, last, hidden_image(first.weight, last.weight) if hidden_gradient_takes(x, *last.weight.shape) else None
+
+    return ahead(present(*up.tensors, *down.tensors, given.scale), make)
 
 
 def _halves(x: Tensor) -> bool:
