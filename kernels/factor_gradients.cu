@@ -14,7 +14,7 @@
 constexpr int kTile = 32;  // members, rows, and terms of a slice
 constexpr int kGroups = 4, kGroupThreads = 128, kEach = kTile * kTile / kGroupThreads;
 constexpr int kOutputs = L_A * L_B * L_D, kInputs = R_A * R_C * R_D;
-constexpr int kOutputTiles = (L_B + kTile - 1) / kTile, kInputTiles = (R_C + kTile - 1) / kTile;
+constexpr int kOutputTiles = (L_B + kTile - 1) / kTile;
 static_assert(L_A * L_C * L_D == R_A * R_B * R_D, "factors that fit each other");
 
 struct Operands {
@@ -103,16 +103,12 @@ extern "C" __global__ void __launch_bounds__(kGroups* kGroupThreads)
     __shared__ int members[kTile];
     if (threadIdx.x < kTile) members[threadIdx.x] = table[blockIdx.x * kTile + threadIdx.x];
     __syncthreads();
-    // Blocks with longer sums come first: the others fill the gaps at the end.
-    constexpr bool kOutputsFirst = R_C > L_B;
-    constexpr int kFirst = kOutputsFirst ? kOutputTiles : kInputTiles;
-    const bool first = blockIdx.y < kFirst;
-    const int linear = blockIdx.z, row = (blockIdx.y - (first ? 0 : kFirst)) * kTile;
-    const int left_residue = members[0] % L_D, right_residue = members[0] % R_D;
+    const int linear = blockIdx.z, tile = blockIdx.y, left_residue = members[0] % L_D, right_residue = members[0] % R_D;
     dw += (long long)linear * kOutputs * kInputs;
-    if (first == kOutputsFirst) {
-        gradient_rows<true>(dw, operands.right[linear], operands.left_gradient[linear], members, row, left_residue, right_residue, slices);
+    if (tile < kOutputTiles) {
+        gradient_rows<true>(dw, operands.right[linear], operands.left_gradient[linear], members, tile * kTile, left_residue, right_residue, slices);
     } else {
-        gradient_rows<false>(dw, operands.left[linear], operands.right_gradient[linear], members, row, left_residue, right_residue, slices);
+        const int first_row = (tile - kOutputTiles) * kTile;
+        gradient_rows<false>(dw, operands.left[linear], operands.right_gradient[linear], members, first_row, left_residue, right_residue, slices);
     }
 }

@@ -39,7 +39,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) multiply_out(const int3* 
     const int left_residue = blockIdx.y % L_D, first_row = blockIdx.y / L_D % kRowTiles * ROWS, left_block = blockIdx.y / L_D / kRowTiles;
     // L[i, p, q, j] of inner feature m = (i * c + q) * d + j, and R[i, p, q, j] of m = (i * b + p) * d + j
     const Weight* from_left = left + (long long)(left_block * L_B + first_row) * L_C * L_D + left_residue;
-#pragma unroll 8
     for (int at = threadIdx.x; at < ROWS * L_C; at += kThreads) {
         const int row = at / L_C, q = at % L_C;
         lines[q * kLine + row] = first_row + row < L_B ? value_of(from_left[(long long)row * L_C * L_D + q * L_D]) : 0.0f;
