@@ -52,8 +52,8 @@ def derived(
     ``forget_derived`` lists the writes that are missed. Of inference tensors, which count no versions, and of views of a larger memory,
     such as the flat buffers of FSDP1 and DeepSpeed, which are written to as a whole, nothing is remembered.
 
-    While a CUDA graph is captured, tensors derived from sources that require gradients are made inside the graph, ahead of what is
-    queued, because replays must follow their training. Tensors derived from frozen sources, and in a block of ``taking`` those from any
+    While a CUDA graph is captured, tensors derived from sources that require gradients are made inside the graph, because replays must
+    follow their training. Tensors derived from frozen sources, and in a block of ``taking`` those from any
     source, are read as they are, and so are those for ``inference`` outside of a block of ``training``. If these sources are written to
     later, the next call outside the graph updates what the graph reads.
 
@@ -66,7 +66,7 @@ def derived(
     taken = _present.taken if capturing else None
     follows = capturing and taken is None and (_present.trains or not inference)
     if capturing and any(source.is_inference() or (follows and source.requires_grad) for source in sources):
-        return ahead(sources, lambda: _make(make))
+        return _in_graph(sources, make)
     if any(map(Tensor.is_inference, sources)):
         return make_to_keep(make, sources[0].device)
     key = (sources[0].data_ptr(), len(sources), token)
@@ -80,8 +80,9 @@ def derived(
             taken.add(entry.tensors, sources)
         return entry.tensors
     if capturing:
-        return ahead(sources, lambda: _make(make))
-    know(sources)
+        return _in_graph(sources, make)
+    if _present.trains:
+        know(sources)
     trust, tensors = Trust(sources), make_to_keep(make, sources[0].device)
     if any(source.nbytes < source.untyped_storage().nbytes() for source in sources):
         return tensors
@@ -117,6 +118,11 @@ def _make(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     mark_changed()
     with torch.inference_mode(False), torch.no_grad(), without_autocast("cuda"):
         return make()
+
+
+def _in_graph(sources: tuple[Tensor, ...], make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Make tensors inside of a graph that is being captured, in a block of ``training`` ahead of what is queued."""
+    return ahead(sources, lambda: _make(make)) if _present.trains else _make(make)
 
 
 def make_to_keep(make: Callable[[], tuple[Tensor, ...]], device: torch.device) -> tuple[Tensor, ...]:
