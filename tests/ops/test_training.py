@@ -8,9 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.errors import InferenceError
-from flysurgery.ops import Attention, FeedForward, Gated, attended, trained, trained_with_x, training_reason
+from flysurgery.gpu.branch import begin_ahead
+from flysurgery.ops import Attention, FeedForward, Gated, attended, trained, trained_with_x, training, training_reason
 from tests.support import blocks
 from tests.support.blocks import TRAINED, dense, to_train
+from tests.support.captured import Capture
 
 ROWS, WIDTH = 7, 24
 
@@ -81,6 +83,33 @@ def test_reasons() -> None:
     assert training_reason(x, gated) == "the fused gradients of feed-forward blocks know neither gates nor inner norms"
     assert training_reason(x, Attention(x, x)) == "it has no fused gradients"
     assert "expected a residual" in str(training_reason(x, operation._replace(residual=x[:3])))
+
+
+def hidden_units(x: Tensor, dy: Tensor, image: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Stands in for the kernel: it reads what the kernel reads, and gives zeros."""
+    zero = sum(each.sum() for each in (x, dy, image, bias) if each is not None) * 0
+    return tuple(x.new_zeros(rows, image.shape[0] * 128) + zero for rows in (len(x), len(x), 1))  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_captured_step_waits_for_all_that_it_reads(name: str, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_kernel:
+        monkeypatch.setattr(training, "hidden_gradient_takes", lambda *_: True)
+        monkeypatch.setattr(training, "run_hidden_gradient", hidden_units)
+    x, operation = to_train(name, ROWS, 64)
+    optimizer = torch.optim.SGD(operation.tensors, 0.1)
+
+    def step() -> None:
+        begin_ahead(x.device)
+        trained(x, operation).sum().backward()
+        optimizer.step()
+
+    step()
+    with Capture(monkeypatch) as captured:
+        step()
+        step()
+    assert captured.races == []
 
 
 @pytest.mark.parametrize("joined", [True, False])
