@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 from typing import NamedTuple, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils import _pytree as pytree
 
 from flysurgery.gpu.doubt import moment
@@ -46,24 +46,29 @@ class Branch:
             self._kept.clear()
 
 
+_State = tuple[int, int, int]
+"""A source's id, version and address."""
+
+
 class _Fork(NamedTuple):
-    """The state of all known sources when a branch for ``ahead`` was last put behind the stream it belongs to."""
+    """What was known when a branch for ``ahead`` was last put behind the stream it belongs to."""
 
     moment: int
-    versions: Mapping[int, tuple[weakref.ref[Tensor], int]]
+    states: Mapping[UntypedStorage, _State]
 
     def orders(self, source: Tensor) -> bool:
         """Whether everything that was ever written to a source had been queued by then."""
         whole = _whole(source)
-        found, version = self.versions.get(id(whole), (None, 0))
-        return found is not None and found() is whole and whole._version == version
+        memory = whole.untyped_storage()
+        return not whole.is_inference() and self.states.get(memory) == (id(whole), whole._version, memory.data_ptr())
 
 
 _BRANCHES = 4
 """For ``ahead``: what is packed takes many launches, each of which waits for large ones to leave it room."""
 
 _turns = count()
-_known: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+_known = WeakKeyDictionary[UntypedStorage, tuple[int, Tensor]]()
+"""By memory: a source's id, and an empty tensor with the version of the source. ``torch.utils.swap_tensors`` takes no weak references."""
 _forks: dict[torch.cuda.Stream, _Fork] = {}
 
 
@@ -72,13 +77,19 @@ def ahead(sources: Sequence[Tensor], make: Callable[[], Found]) -> Found:
 
     The current stream waits for the result. The branch does not wait for the current stream as long as no source is written to. So a
     replay packs the weights of later layers while it computes the first ones. The branch waits where a write may be missed: at a source
-    that no call outside of captures had before, and after an occasion of which ``doubt`` knows.
+    that no call outside of captures had before, that has moved, or is a view of memory that others may write to; and after an occasion
+    of which ``doubt`` knows. Other writes that PyTorch does not count need a ``begin_ahead`` behind them.
     """
     main = _captured(sources[0].device)
     if main is None:
         know(sources)
         return make()
-    side = _forked(main, next(_turns) % _BRANCHES, sources)
+    side = _side_of(main, f"ahead {next(_turns) % _BRANCHES}")
+    with torch.cuda.stream(side):
+        begun = torch.cuda.is_current_stream_capturing()
+    fork = _forks.get(side)
+    if not begun or fork is None or fork.moment != moment() or not all(map(fork.orders, sources)):
+        _put_behind(main, side)
     with torch.cuda.stream(side):
         found = make()
     main.wait_stream(side)
@@ -90,29 +101,35 @@ def ahead(sources: Sequence[Tensor], make: Callable[[], Found]) -> Found:
 
 
 def begin_ahead(device: torch.device) -> None:
-    """Let the branches for ``ahead`` begin here rather than at their first use, behind what is queued until then."""
+    """Let the branches for ``ahead`` begin here rather than at their first use, behind all that is queued until then."""
     main = _captured(device)
     if main is not None:
-        for side in [_forked(main, turn, ()) for turn in range(_BRANCHES)]:
+        for turn in range(_BRANCHES):
+            side = _side_of(main, f"ahead {turn}")
+            _put_behind(main, side)
             main.wait_stream(side)  # a branch that nothing uses must end too
 
 
-def _forked(main: torch.cuda.Stream, turn: int, sources: Sequence[Tensor]) -> torch.cuda.Stream:
-    """A branch for ``ahead``, behind all writes to the sources."""
-    side = _side_of(main, f"ahead {turn}")
-    with torch.cuda.stream(side):
-        begun = torch.cuda.is_current_stream_capturing()
-    fork = _forks.get(side)
-    if not begun or fork is None or fork.moment != moment() or not all(map(fork.orders, sources)):
-        side.wait_stream(main)
-        versions = {reference.key: (reference, known._version) for reference in _known.valuerefs() if (known := reference()) is not None}
-        _forks[side] = _Fork(moment(), versions)
-    return side
+def _put_behind(main: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
+    """Let a branch wait for all that is queued on the stream it belongs to."""
+    side.wait_stream(main)
+    states = WeakKeyDictionary[UntypedStorage, _State]()
+    for memory in [each for reference in _known.keyrefs() if (each := reference()) is not None]:
+        identity, counter = _known[memory]
+        states[memory] = identity, counter._version, memory.data_ptr()
+    _forks[side] = _Fork(moment(), states)
 
 
 def know(sources: Sequence[Tensor]) -> None:
-    """Note sources of a later ``ahead``."""
-    _known.update({id(whole): whole for source in sources if not (whole := _whole(source)).is_inference()})
+    """Note sources of a later ``ahead``, except parts of a larger memory, which may be written to as a whole."""
+    for whole in map(_whole, sources):
+        memory = whole.untyped_storage()
+        if _known.get(memory, (0,))[0] == id(whole) or whole.is_inference() or whole.nbytes < memory.nbytes():
+            continue
+        with torch.inference_mode(False):
+            counter = whole.detach()  # which has the version of the source, also without its memory
+            counter.data = torch.empty(0)
+        _known[memory] = id(whole), counter
 
 
 def _whole(source: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ def _tick() -> int:
 
 
 def moment() -> int:
-    """The last occasion of such writes: a number that another one replaces."""
-    return _Moments.now
+    """The last occasion of such writes: a number that another one replaces, at each call while an optimizer makes a step."""
+    return _tick() if _Moments.stepping else _Moments.now
 
 
 class Trust:

@@ -23,8 +23,8 @@ class Stream:
 
     device_index = 0
 
-    def __init__(self, cuda_stream: int, captures: bool = False) -> None:
-        self.cuda_stream, self.captures, self.behind = cuda_stream, captures, set[int]()
+    def __init__(self, cuda_stream: int) -> None:
+        self.cuda_stream, self.captures, self.behind = cuda_stream, False, set[int]()
 
     def wait_stream(self, other: Stream) -> None:
         self.behind |= other.behind
@@ -32,21 +32,40 @@ class Stream:
 
 
 class Capture(TorchDispatchMode):
-    """A block whose operations are captured, on ``current`` streams; ``races`` are those that do not wait for what they need."""
+    """A block whose operations are captured, on ``current`` streams; ``races`` are those that do not wait for what they need.
+
+    Streams stay the same from one block to the next, and begin at rest.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.main = self.current = Stream(0, captures=True)
+        self.main = self.current = Stream(0)
         self.races, self._count = list[str](), 0
+        self.streams = [self.main]
         self._written = dict[int, int]()  # by memory: the last operation that wrote to it
         self._read = defaultdict[int, set[int]](set)  # likewise: those that have read it since
-        patch.setattr(branch, "_captured", lambda device: self.current)
-        patch.setattr(branch, "_stream", lru_cache(None)(lambda device, main, name: Stream(hash((main, name)))))
+        patch.setattr(branch, "_captured", lambda device: self.current if self.main.captures else None)
+        patch.setattr(branch, "_stream", lru_cache(None)(self._stream))
         patch.setattr(torch.cuda, "stream", self.on)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.current.captures)
         patch.setattr(Tensor, "record_stream", lambda *_: None)
         for module in (patches, training):
             patch.setattr(module, "is_tracing", lambda *_: False)
+
+    def _stream(self, device_index: int, main: int, name: str) -> Stream:
+        self.streams.append(Stream(len(self.streams)))
+        return self.streams[-1]
+
+    def __enter__(self) -> Capture:
+        self.main.captures = True
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        for stream in self.streams:
+            stream.captures, stream.behind = False, set()
+        self._written.clear()
+        self._read.clear()
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
