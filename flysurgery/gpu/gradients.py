@@ -54,14 +54,16 @@ def all_gradients(
     if device_index != current_device():
         with torch.cuda.device(device_index):
             return all_gradients(dy, x, factors, linears, mode, with_input, with_bias)
-    doubt_trained(factors)
     with without_autocast(x.device.type):
         rows, given = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         dtype = torch.promote_types(x.dtype, torch.float32)
         found = [gradient.to(dtype) for gradient in factor_gradients(summed(rows, given), factors, linears)]
         if with_bias:
             found.append(sum_of_rows(rows, dtype))
-        return [*found, input_gradient(dy, factors, linears, mode)] if with_input else found
+        if with_input:
+            found.append(input_gradient(dy, factors, linears, mode))
+    doubt_trained(factors)  # behind all that is derived from them here
+    return found
 
 
 def summed(

@@ -85,7 +85,6 @@ class _Trained(torch.autograd.Function):
         operation, (_, needs_x, *needs) = ctx.operation, ctx.needs_input_grad
         rows, *saved = ctx.saved_tensors  # which raises if one of the operation's tensors has been written to
         learning = [tensor for tensor, need in zip(operation.tensors, needs, strict=True) if need and tensor.requires_grad]
-        doubt_trained(learning)
         with without_autocast(dy.device.type), training():
             flat = dy.reshape(-1, dy.shape[-1]).contiguous()
             others = [each.reshape(rows.shape) for each in beside if needs_x]
@@ -93,6 +92,7 @@ class _Trained(torch.autograd.Function):
             branch = Branch(dy.device)
             dx, found = _BACKWARD[type(operation)](flat, rows, operation, saved[len(needs) :], {*map(id, learning)}, branch, *others)
             branch.join()
+        doubt_trained(learning)  # behind all that the block derives from them
         if isinstance(operation, LinearResidual):
             found = found._replace(residual=dy)
         gradients = [gradient if need else None for gradient, need in zip(found.tensors, needs, strict=True)]

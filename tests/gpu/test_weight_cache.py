@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from flysurgery.factors import ks_einsum
 from flysurgery.gpu import weight_cache as derivation
 from flysurgery.gpu.gradients import EagerLinear
 from flysurgery.gpu.product import run_product
@@ -179,6 +180,16 @@ def test_noticed(layer: Layer, x: Tensor, write: str) -> None:
     NOTICED[write](layer, x)
     check(layer, x)
     assert not torch.equal(layer(x), before)
+
+
+def test_what_a_backward_pass_packs_is_in_doubt_behind_it(layer: Layer) -> None:
+    """Linears side by side pack the same for their gradient as for their result, here of as many rows as there are inputs."""
+    factors, x = (*layer.factors, *Layer().times(3).factors), make_input(LAYER.in_features, LAYER.in_features, FP64).requires_grad_()
+    for _ in range(2):
+        y = EagerLinear.apply(x.dtype, 2, "fp32", 4, x, *factors)
+        assert_equal(y, torch.cat([ks_einsum(ks_einsum(x, right), left) for left, right in (factors[:2], factors[2:])], dim=-1))
+        y.sum().backward()  # pyright: ignore[reportOptionalMemberAccess]
+        by_data(*factors)
 
 
 @pytest.mark.parametrize("write", [lambda layer, x: by_data(*layer.parameters()), functional_adamw, uncounted])

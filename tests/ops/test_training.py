@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.errors import InferenceError
+from flysurgery.gpu import branch
 from flysurgery.gpu.branch import begin_ahead
 from flysurgery.ops import Attention, FeedForward, Gated, attended, trained, trained_with_x, training, training_reason
 from tests.support import blocks
@@ -91,12 +92,16 @@ def hidden_units(x: Tensor, dy: Tensor, image: Tensor, bias: Tensor | None, acti
     return tuple(x.new_zeros(rows, image.shape[0] * 128) + zero for rows in (len(x), len(x), 1))  # pyright: ignore[reportReturnType]
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_captured_step_waits_for_all_that_it_reads(name: str, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if by_kernel:
+@pytest.fixture(params=[False, True])
+def by_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without and with the kernel of hidden units."""
+    if request.param:
         monkeypatch.setattr(training, "hidden_gradient_takes", lambda *_: True)
         monkeypatch.setattr(training, "run_hidden_gradient", hidden_units)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_captured_steps_wait_for_all_that_they_read(name: str, by_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, operation = to_train(name, ROWS, 64)
     optimizer = torch.optim.SGD(operation.tensors, 0.1)
 
@@ -104,6 +109,24 @@ def test_a_captured_step_waits_for_all_that_it_reads(name: str, by_kernel: bool,
         begin_ahead(x.device)
         trained(x, operation).sum().backward()
         optimizer.step()
+
+    step()
+    with Capture(monkeypatch) as captured:
+        step()
+        step()
+    assert captured.races == []
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_captured_steps_wait_for_what_is_written_by_hand(name: str, by_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an optimizer, through ``data``, of which PyTorch counts nothing. What a step packs first is on the branch of the last."""
+    monkeypatch.setattr(branch, "_BRANCHES", 1)
+    x, operation = to_train(name, ROWS, 64)
+
+    def step() -> None:
+        trained(x, operation).sum().backward()
+        for tensor in operation.tensors:
+            tensor.data.sub_(0.1)
 
     step()
     with Capture(monkeypatch) as captured:
