@@ -30,12 +30,15 @@ class Branch:
         self._kept = list[object]()
 
     def run(self, function: Callable[Given, Found], *args: Given.args, **kwargs: Given.kwargs) -> Found:
-        """Queue a function. Its result may be read after ``join``. Its arguments are kept until then, as others would take their memory."""
+        """Queue a function. Its result may be read after ``join``.
+
+        Until then the function and its arguments are kept, as others would take their memory.
+        """
         if self._main is None:
             return function(*args, **kwargs)
         side = _side_of(self._main, "beside")
         side.wait_stream(self._main)
-        self._kept += [args, kwargs]
+        self._kept += [function, args, kwargs]
         with torch.cuda.stream(side):
             return function(*args, **kwargs)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.gpu import branch
-from flysurgery.gpu.branch import ahead, begin_ahead
+from flysurgery.gpu.branch import Branch, ahead, begin_ahead
 from flysurgery.gpu.doubt import doubt_trained
 from flysurgery.gpu.weight_cache import forget_derived
 from tests.support.captured import Capture, Stream
@@ -169,3 +169,16 @@ def test_no_source_is_kept() -> None:
     del weight
     gc.collect()
     assert memory() is None
+
+
+def test_a_branch_keeps_what_it_reads_until_it_is_joined(capture: Capture) -> None:
+    """Others would take its memory: also that of a tensor whose method is queued, as a copy of a weight in another memory format is."""
+    with capture:
+        beside, copied = Branch(CPU), torch.ones(3)
+        memory = ref(copied.untyped_storage())
+        wide = beside.run(copied.to, torch.float64)
+        del copied
+        assert memory() is not None
+        beside.join()
+        assert memory() is None and torch.equal(wide * 1.0, torch.ones(3, dtype=torch.float64))
+    assert capture.races == []
