@@ -17,7 +17,7 @@ Group = Sequence[Linear]
 
 
 class AsDense(NamedTuple):
-    """``weight`` and ``bias``, scaled and in the dtype of x. ``matrix`` is the weight before the scale, in float32 or wider."""
+    """``weight`` and ``bias``, scaled and in the dtype of x. ``matrix`` is the weight before: float32, or as the linears have it."""
 
     weight: Tensor  # shape: (sum of all out_features, in_features)
     bias: Tensor | None  # shape: (sum of all out_features,)
