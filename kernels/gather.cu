@@ -5,8 +5,9 @@
 // Each thread makes eight neighbouring elements, which it stores as one vector of 16 bytes. The weights come from the L2 cache, in no
 // particular order; the table, twice the size of the image, is read once in order. Memory-bound.
 //
-// Defines: SLOTS; SOURCE, the type of the weights: 0 float32, 1 float16, 2 bfloat16. TARGET, that of the image: 1 float16, 2 bfloat16.
+// Defines: SLOTS; SOURCE, the type of the weights: 0 float16, 1 bfloat16, 2 float32. TARGET, that of the image: 0 or 1.
 // Limits: sm_80 or newer; count is a multiple of 8; table and image begin at multiples of 16 bytes.
+#include "target.cuh"
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -20,24 +21,15 @@ struct Starts {
     i64 place[SLOTS];
 };
 
-__device__ __forceinline__ u16 round_to_target(float value) {
-    u16 bits;
-    if constexpr (TARGET == 1)
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    else
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-
 __device__ __forceinline__ u16 load_rounded(const void* weights, int place) {
     if constexpr (SOURCE == TARGET) {
         return static_cast<const u16*>(weights)[place];
-    } else if constexpr (SOURCE == 0) {
+    } else if constexpr (SOURCE == 2) {
         return round_to_target(static_cast<const float*>(weights)[place]);
     } else {
         const u16 bits = static_cast<const u16*>(weights)[place];
         float value;
-        if constexpr (SOURCE == 1)
+        if constexpr (SOURCE == 0)
             asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
         else
             value = __uint_as_float(static_cast<u32>(bits) << 16);

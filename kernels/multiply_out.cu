@@ -6,9 +6,10 @@
 // or for two neighbours, which share the same inner features. So a value of R serves ROWS products, and 16 bytes of L four for each input. R is
 // read from the L1 and L2 caches. blockIdx: inputs, outputs, linear.
 //
-// left, right: factors of shapes (a, b, c, d); w: (linears, outputs, inputs). MODE is the factors' dtype, OUT that of w: 0 fp16, 1 bf16, 2 float32.
-// Defines: LINEARS, MODE, OUT, ROWS (4, 8 or 16), EACH (inputs of a thread, 2 where R_D is 1 and R_C even, or 1), L_A L_B L_C L_D and R_A R_B R_C R_D, the patterns of the factors.
+// left, right: factors of shapes (a, b, c, d); w: (linears, outputs, inputs). MODE is the factors' dtype, TARGET that of w: 0 fp16, 1 bf16, 2 float32.
+// Defines: LINEARS, MODE, TARGET, ROWS (4, 8 or 16), EACH (inputs of a thread, 2 where R_D is 1 and R_C even, or 1), L_A L_B L_C L_D and R_A R_B R_C R_D, the patterns of the factors.
 #include "factor_values.cuh"
+#include "target.cuh"
 
 constexpr int kOutputs = L_A * L_B * L_D, kInputs = R_A * R_C * R_D, kThreads = 128;
 constexpr int kRowTiles = (L_B + ROWS - 1) / ROWS, kLine = ROWS + 4;
@@ -18,22 +19,7 @@ struct Operands {
     const Weight *left[LINEARS], *right[LINEARS];
 };
 
-#if OUT == 2
-typedef float Out;
-__device__ __forceinline__ float rounded(float sum) { return sum; }
-#else
-typedef u16 Out;
-__device__ __forceinline__ u16 rounded(float sum) {
-    u16 bits;
-    if constexpr (OUT == 0)
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(sum));
-    else
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(sum));
-    return bits;
-}
-#endif
-
-extern "C" __global__ void __launch_bounds__(kThreads) multiply_out(const int3* shared_features, Out* w, Operands operands) {
+extern "C" __global__ void __launch_bounds__(kThreads) multiply_out(const int3* shared_features, Target* w, Operands operands) {
     __shared__ __align__(16) float lines[L_C * kLine];  // L by its inner feature, then by output; four words apart, as neighbours would meet in one bank
     const Weight *left = operands.left[blockIdx.z], *right = operands.right[blockIdx.z];
     const int left_residue = blockIdx.y % L_D, first_row = blockIdx.y / L_D % kRowTiles * ROWS, left_block = blockIdx.y / L_D / kRowTiles;
@@ -71,5 +57,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) multiply_out(const int3* 
     for (int k = 0; k < ROWS; ++k)
         if (first_row + k < L_B)
 #pragma unroll
-            for (int e = 0; e < EACH; ++e) w[(long long)k * L_D * kInputs + e] = rounded(sums[k][e]);
+            for (int e = 0; e < EACH; ++e) w[(long long)k * L_D * kInputs + e] = round_to_target(sums[k][e]);
 }

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
-from flysurgery.gpu.modes import HALVES, dtype_of
+from flysurgery.gpu.modes import DTYPE_NUMBERS, HALVES, dtype_of
 
 _THREADS = 256
 _PER_THREAD = 8
 _ALIGNMENT = 128
 """Elements: each image begins at a multiple of 256 bytes."""
-_SOURCES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _BASE = 256
 """Whole numbers up to it are exact in bfloat16."""
 
@@ -26,7 +25,7 @@ Pack = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 def _can_gather(sources: Sequence[Tensor], mode: str) -> bool:
     """Whether a table packs these tensors."""
     dtype = sources[0].dtype
-    return mode in HALVES and dtype in _SOURCES and all(each.dtype == dtype and each.is_contiguous() for each in sources)
+    return mode in HALVES and dtype in DTYPE_NUMBERS and all(each.dtype == dtype and each.is_contiguous() for each in sources)
 
 
 class Packer:
@@ -82,4 +81,4 @@ class Packer:
 
 @lru_cache(maxsize=256)
 def _kernel(slots: int, source: torch.dtype, target: torch.dtype, device_index: int) -> Kernel:
-    return load_kernel("gather", {"SLOTS": slots, "SOURCE": _SOURCES[source], "TARGET": _SOURCES[target]}, device_index)
+    return load_kernel("gather", {"SLOTS": slots, "SOURCE": DTYPE_NUMBERS[source], "TARGET": DTYPE_NUMBERS[target]}, device_index)

@@ -125,7 +125,7 @@ def _multiplied_by_kernel(factors: Sequence[Tensor], linears: int, rows: int, dt
     each = 2 if right.d == 1 and right.c % 2 == 0 else 1
     grid = -(-architecture.in_features // (each * _THREADS)), left.a * -(-left.b // rows) * left.d, linears
     operands = _table(shared_features, architecture, index), found, *factors[::2], *factors[1::2]
-    kernel = _kernel("multiply_out", architecture, factors[0].dtype, linears, index, ROWS=rows, EACH=each, OUT=DTYPE_NUMBERS[dtype])
+    kernel = _kernel("multiply_out", architecture, factors[0].dtype, linears, index, ROWS=rows, EACH=each, TARGET=DTYPE_NUMBERS[dtype])
     kernel.launch(grid, (_THREADS, 1, 1), 0, current_stream(index), *operands)
     return found
 
