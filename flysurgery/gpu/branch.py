@@ -131,7 +131,7 @@ def know(sources: Sequence[Tensor]) -> None:
             continue
         with torch.inference_mode(False):
             counter = whole.detach()  # which has the version of the source, also without its memory
-            counter.data = torch.empty(0)
+            counter.data = whole.new_empty(0)
         _known[memory] = id(whole), counter
 
 
@@ -146,11 +146,7 @@ def _captured(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if captures else None
 
 
-def _side_of(main: torch.cuda.Stream, name: str) -> torch.cuda.Stream:
-    return _stream(main.device_index, main.cuda_stream, name)
-
-
 @lru_cache(maxsize=64)
-def _stream(device_index: int, main: int, name: str) -> torch.cuda.Stream:
-    """The streams beside another one: its own, so that captures of several threads stay apart."""
-    return torch.cuda.Stream(device_index, priority=-1)
+def _side_of(main: torch.cuda.Stream, name: str) -> torch.cuda.Stream:
+    """A stream beside another one: its own, so that captures of several threads stay apart."""
+    return torch.cuda.Stream(main.device, priority=-1)
