@@ -137,7 +137,7 @@ def test_branches_do_not_wait_without_need(capture: Capture, weight: nn.Paramete
 
 
 def test_a_write_on_another_stream_is_waited_for_once_it_is_joined(capture: Capture, weight: nn.Parameter) -> None:
-    other = Stream(1)
+    other = Stream()
     with capture:
         begin_ahead(CPU)
         other.wait_stream(capture.main)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 import flysurgery
 from flysurgery.gpu import weight_cache
@@ -18,6 +17,7 @@ from flysurgery.gpu.branch import ahead
 from flysurgery.inference import clock
 from flysurgery.ops import trained, training
 from tests.support.blocks import TRAINED, to_train
+from tests.support.captured import checkpoint_each
 
 pytestmark = pytest.mark.gpu
 
@@ -88,26 +88,13 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, block: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self.block, self.use_reentrant = block, use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = checkpoint(self.block, x, use_reentrant=self.use_reentrant, preserve_rng_state=False)
-        assert isinstance(y, Tensor)
-        return y
-
-
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_two_steps_in_one_graph(model: nn.Module, use_reentrant: bool | None, late: Callable[[], None]) -> None:
     """Also with checkpoints around blocks. Steps on weights of the step before would leave updates that differ by half."""
     x, classes = torch.randn(64, 3, 64, 64, device="cuda"), torch.arange(64, device="cuda") % 10
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
     if use_reentrant is not None:
-        blocks = model.get_submodule("blocks")
-        for name, block in [*blocks.named_children()]:
-            setattr(blocks, name, Checkpointed(block, use_reentrant))
+        checkpoint_each(model.get_submodule("blocks"), use_reentrant)
     start = [parameter.detach().clone() for parameter in model.parameters()]
 
     def two_steps() -> list[Tensor]:

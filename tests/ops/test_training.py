@@ -10,10 +10,10 @@ from torch.nn import functional
 from flysurgery.errors import InferenceError
 from flysurgery.gpu import branch
 from flysurgery.gpu.branch import begin_ahead
-from flysurgery.ops import Attention, FeedForward, Gated, attended, trained, trained_with_x, training, training_reason
+from flysurgery.ops import Attention, FeedForward, Gated, attended, trained, trained_with_x, training_reason
 from tests.support import blocks
 from tests.support.blocks import TRAINED, dense, to_train
-from tests.support.captured import Capture
+from tests.support.captured import Capture, take_hidden_units
 
 ROWS, WIDTH = 7, 24
 
@@ -86,18 +86,11 @@ def test_reasons() -> None:
     assert "expected a residual" in str(training_reason(x, operation._replace(residual=x[:3])))
 
 
-def hidden_units(x: Tensor, dy: Tensor, image: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Stands in for the kernel: it reads what the kernel reads, and gives zeros."""
-    zero = sum(each.sum() for each in (x, dy, image, bias) if each is not None) * 0
-    return tuple(x.new_zeros(rows, image.shape[0] * 128) + zero for rows in (len(x), len(x), 1))  # pyright: ignore[reportReturnType]
-
-
 @pytest.fixture(params=[False, True])
 def by_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without and with the kernel of hidden units."""
     if request.param:
-        monkeypatch.setattr(training, "hidden_gradient_takes", lambda *_: True)
-        monkeypatch.setattr(training, "run_hidden_gradient", hidden_units)
+        take_hidden_units(monkeypatch)
 
 
 @pytest.mark.parametrize("name", TRAINED)

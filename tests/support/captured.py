@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from flysurgery.gpu import branch
 from flysurgery.ops import patches, training
@@ -21,10 +23,8 @@ from flysurgery.ops import patches, training
 class Stream:
     """Stands in for a stream of CUDA; ``behind`` are the numbers of the operations that its next one waits for."""
 
-    device_index = 0
-
-    def __init__(self, cuda_stream: int) -> None:
-        self.cuda_stream, self.captures, self.behind = cuda_stream, False, set[int]()
+    def __init__(self) -> None:
+        self.captures, self.behind = False, set[int]()
 
     def wait_stream(self, other: Stream) -> None:
         self.behind |= other.behind
@@ -39,21 +39,22 @@ class Capture(TorchDispatchMode):
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.main = self.current = Stream(0)
+        self.main = self.current = Stream()
         self.races, self._count = list[str](), 0
         self.streams = [self.main]
+        self._references = list[StorageWeakRef]()  # so that no other memory gets the same number
         self._written = dict[int, int]()  # by memory: the last operation that wrote to it
         self._read = defaultdict[int, set[int]](set)  # likewise: those that have read it since
         patch.setattr(branch, "_captured", lambda device: self.current if self.main.captures else None)
-        patch.setattr(branch, "_stream", lru_cache(None)(self._stream))
+        patch.setattr(branch, "_side_of", lru_cache(None)(self._side_of))
         patch.setattr(torch.cuda, "stream", self.on)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.current.captures)
         patch.setattr(Tensor, "record_stream", lambda *_: None)
         for module in (patches, training):
             patch.setattr(module, "is_tracing", lambda *_: False)
 
-    def _stream(self, device_index: int, main: int, name: str) -> Stream:
-        self.streams.append(Stream(len(self.streams)))
+    def _side_of(self, main: Stream, name: str) -> Stream:
+        self.streams.append(Stream())
         return self.streams[-1]
 
     def __enter__(self) -> Capture:
@@ -80,6 +81,7 @@ class Capture(TorchDispatchMode):
         schema = enumerate(func._schema.arguments)
         changed = _memories([args[n] if n < len(args) else named.get(each.name) for n, each in schema if each.is_write])
         result = func(*args, **named)
+        self._references += [StorageWeakRef(each.untyped_storage()) for each in _tensors(result)]
         made = _memories(result) - given
         if made or changed:  # it is no view
             self._note(str(func), given, changed, made)
@@ -98,5 +100,35 @@ class Capture(TorchDispatchMode):
             self._written[memory], self._read[memory] = self._count, set()
 
 
+def take_hidden_units(patch: pytest.MonkeyPatch) -> None:
+    """Let the kernel of hidden units take every feed-forward block: one that reads what it reads, and gives zeros."""
+
+    def run(x: Tensor, dy: Tensor, image: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, ...]:
+        zero = sum(each.sum() for each in (x, dy, image, bias) if each is not None) * 0
+        return tuple(x.new_zeros(rows, image.shape[0] * 128) + zero for rows in (len(x), len(x), 1))
+
+    patch.setattr(training, "hidden_gradient_takes", lambda *_: True)
+    patch.setattr(training, "run_hidden_gradient", run)
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.use_reentrant = block, use_reentrant
+
+    def forward(self, x: Tensor) -> object:
+        return checkpoint(self.block, x, use_reentrant=self.use_reentrant, preserve_rng_state=False)
+
+
+def checkpoint_each(blocks: nn.Module, use_reentrant: bool) -> None:
+    """Put a checkpoint around each block, whose forward pass then is computed again in the backward pass."""
+    for name, block in [*blocks.named_children()]:
+        setattr(blocks, name, _Checkpointed(block, use_reentrant))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
+
+
 def _memories(tree: Any) -> set[int]:
-    return {each.untyped_storage()._cdata for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)}
+    return {each.untyped_storage()._cdata for each in _tensors(tree)}
