@@ -14,7 +14,7 @@ A target fixes how many weights each matrix keeps, and a method chooses them: pr
 sequential, permuted), plain low rank with as many parameters, or the entries of largest magnitude. The first row is the dense model, which
 is fine-tuned as well. Errors of a role are relative output errors ``norm(W x - W' x) / norm(W x)`` on held-out images, the mean over its
 layers, each of which is given what the dense model gives it; there are none where hidden units changed places. A case that fails is
-printed and has no row. --quick takes few cases and one epoch, and for fractals a tiny model, whose numbers mean nothing.
+printed and has no row. --quick takes few cases and a moment of fine-tuning, and for fractals a tiny model; its numbers mean nothing.
 
 Needs ``pip install 'flysurgery[train]'``, and for digits ten minutes of one CPU core, for fractals a CUDA device and half an hour.
 Rows: recipes/results/accuracy.csv
@@ -66,7 +66,7 @@ METHODS: Mapping[str, Mapping[str, bool]] = {
 """Options of ``surgery.apply``."""
 
 DENSE = "dense"
-DEMO, DEMO_EPOCHS = Path(__file__).parents[1] / "checkpoints" / "digits_vit", 120
+DEMO, DEMO_EPOCHS, EPOCHS = Path(__file__).parents[1] / "checkpoints" / "digits_vit", 120, 6
 FOLDER, TRAIN_MINUTES, FINETUNE_SHARE = Path("build/fractals"), 4.5, 0.02
 VIT: dict[str, Any] = {"num_classes": 100}
 TINY_VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5}
@@ -90,9 +90,9 @@ class Subject:
 def subject_of(model: str, place: Place) -> Subject:
     """The demo model, or the ViT on generated images, which is trained where the folder has none."""
     if model == "digits":
-        folder, samples, epochs = DEMO, None, 1 if place.quick else 6
-        share, cpu = epochs / DEMO_EPOCHS, place.device.type == "cpu"
-        settings = Settings(epochs=epochs, smoothing=0.0, log_every=1000, workers=0, seed=place.protocol.seed, cpu=cpu)
+        folder, samples, share, cpu = DEMO, None, EPOCHS / DEMO_EPOCHS, place.device.type == "cpu"
+        length = {"minutes": 1e-3, "blocks_weight": 0.0} if place.quick else {"epochs": EPOCHS}
+        settings = Settings(**length, smoothing=0.0, log_every=1000, workers=0, seed=place.protocol.seed, cpu=cpu)
     else:
         if not (FOLDER / "images.json").is_file():
             _train_dense(place)
