@@ -100,6 +100,7 @@ def rows(place: Place, *, data: str, seed: int, model: str, way: str, epochs: in
     """The row of a way, and with the dense one that of its projection."""
     how = {"log_every": 1000, "seed": seed, **TRAINING[data]}
     how |= {"precision": "bf16"} if place.on_cuda else {"precision": "no", "cpu": True}
+    how |= {"batch_size": 16} if place.quick else {}
     if data == "fractals":
         how["images_per_epoch"] = images // epochs
     settings = Settings(**how)
@@ -161,7 +162,7 @@ def table_of(data: str, images: Mapping[str, tuple[int]], **more: Any) -> Table:
     return Table(
         {"data": (data,), "seed": (0, 1), "model": tuple(KINDS), "way": tuple(WAYS), "epochs": (10,), **images},
         rows=rows,
-        quick={"seed": (0,), "model": ("mixer",), "epochs": (2,), **dict.fromkeys(images, (1024,))},
+        quick={"seed": (0,), "model": ("mixer",), "epochs": (2,), **dict.fromkeys(images, (64,))},
         columns=("model_params", "updates", "seconds", "top1", "top1_finetuned", "finetune_share", "samples", "forward_ms", "status"),
         keep=lambda place, head: head["way"] in KINDS[head["model"]].ways,
         **more,
