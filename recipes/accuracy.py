@@ -91,7 +91,7 @@ def subject_of(model: str, place: Place) -> Subject:
     """The demo model, or the ViT on generated images, which is trained where the folder has none."""
     if model == "digits":
         folder, samples, share, cpu = DEMO, None, EPOCHS / DEMO_EPOCHS, place.device.type == "cpu"
-        length = {"minutes": 1e-3, "blocks_weight": 0.0} if place.quick else {"epochs": EPOCHS}
+        length: dict[str, Any] = {"minutes": 1e-3, "blocks_weight": 0.0} if place.quick else {"epochs": EPOCHS}
         settings = Settings(**length, smoothing=0.0, log_every=1000, workers=0, seed=place.protocol.seed, cpu=cpu)
     else:
         if not (FOLDER / "images.json").is_file():
