@@ -4,10 +4,9 @@
 // then the squares of what differs from it, so that rows whose mean is far larger than their deviations lose nothing. Weight and bias
 // are float32, from the L1 cache; null pointers stand for ones and zeros. Memory-bound.
 //
-// Defines: COLUMNS; MODE, the type of x and y: 0 float16, 1 bfloat16, 2 float32; MOMENTS 1 to write no more of a row than its mean and
+// Defines: COLUMNS; MODE, the type of x and y: 0 float16, 1 bfloat16, 2 float32; VECTOR_BYTES (row_vectors.cuh); MOMENTS 1 to write no more of a row than its mean and
 // the sum of the squares of what differs from it, float32.
 // Limits: sm_80 or newer; rows begin at multiples of 16 bytes and hold a multiple of 16 bytes, at most 4096 columns.
-#define WARP_A_ROW
 #include "row_vectors.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps) layer_norm(

@@ -7,10 +7,9 @@
 // read once, and dx.
 //
 // sums: (blocks, 3, COLUMNS) float32, to be added up over blocks. A null r stands for zeros.
-// Defines: COLUMNS; MODE, the type of x, g, r and dx: 0 float16, 1 bfloat16, 2 float32. The weight is float32; a null one stands for ones. WARPS of a
+// Defines: COLUMNS; MODE, the type of x, g, r and dx: 0 float16, 1 bfloat16, 2 float32; VECTOR_BYTES (row_vectors.cuh). The weight is float32; a null one stands for ones. WARPS of a
 // block: more keep more rows on their way, and leave each fewer registers.
 // Limits: sm_80 or newer; all rows lie one after the other and hold a multiple of 16 bytes, at most 1024 columns.
-#define WARP_A_ROW
 #include "row_vectors.cuh"
 
 constexpr bool kAhead = kSteps * kWidth <= (MODE == 2 ? 16 : 24);  // wider rows need the registers

@@ -1,14 +1,13 @@
-// Rows of COLUMNS values of type MODE (0 float16, 1 bfloat16, 2 float32), read in vectors and kept as float32. A kernel that defines
-// WARP_A_ROW has one warp for a row, and vectors of 8 bytes where those of 16 would leave lanes idle in the last step.
+// Rows of COLUMNS values of type MODE (0 float16, 1 bfloat16, 2 float32), read in vectors of VECTOR_BYTES, 16 where a
+// kernel does not define them, and kept as float32.
 #pragma once
 #include "instructions.cuh"
 
 constexpr int kBytes = MODE == 2 ? 4 : 2;
-#ifdef WARP_A_ROW
-constexpr int kVectorBytes = COLUMNS * kBytes % 512 != 0 && COLUMNS * kBytes % 256 == 0 ? 8 : 16;
-#else
-constexpr int kVectorBytes = 16;
+#ifndef VECTOR_BYTES
+#define VECTOR_BYTES 16
 #endif
+constexpr int kVectorBytes = VECTOR_BYTES;
 constexpr int kWidth = kVectorBytes / kBytes;  // columns of a vector
 constexpr int kVectors = COLUMNS / kWidth;     // vectors of a row
 constexpr int kSteps = (kVectors + 31) / 32;   // vectors of a lane, the last perhaps outside

@@ -182,6 +182,7 @@ def run_attention(
 
 
 _SUMMING_WARPS = 15
+"""Of a block, each with room for the sums of a head: twelve of queries, and three that sum the gradients of the results."""
 
 
 @dataclass(frozen=True)

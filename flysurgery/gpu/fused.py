@@ -83,15 +83,12 @@ class FusedLinear:
         return torch.from_numpy(first).long().to(self.device), torch.from_numpy(second).long().to(self.device)
 
     @cached_property
-    def _packer(self) -> Packer:
-        return Packer(lambda factors: (self._pack_plainly([*zip(factors[::2], factors[1::2], strict=True)]),), self.tile.mode)
+    def packer(self) -> Packer:
+        """What ``pack`` gives for left and right factors in turn, by one launch where weights are only moved and rounded to halves."""
+        return Packer(lambda factors: (self.pack([*zip(factors[::2], factors[1::2], strict=True)]),), self.tile.mode)
 
     def pack(self, linears: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """The weights' image for ``run``; each linear gives its left and its right factor, canonical (a, b, c, d)."""
-        return self._packer(tuple(factor.detach() for pair in linears for factor in pair))[0]
-
-    def _pack_plainly(self, linears: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """The same by torch operations, uint8."""
+        """The weights' image, uint8, for ``run``; each linear gives its left and its right factor, canonical (a, b, c, d)."""
         together = self.tile.linears
         parts = [linears[start : start + together] for start in range(0, len(linears), together)]
         return torch.cat([pack(self.tile, self.config, part, self._indices) for part in parts])
@@ -220,7 +217,8 @@ def run_fused_linears(
         behind = _sums(pairs, dtype_of(mode)) if norm is not None else None if scale is None else scale.detach().double()
         if behind is not None:
             offset = torch.cat((torch.zeros_like(behind) if offset is None else offset, behind))
-        return kernel.pack(pairs), *([] if offset is None else [offset.to(dtype_of(mode))])
+        (image,) = kernel.packer(tuple(factor for pair in pairs for factor in pair))
+        return image, *([] if offset is None else [offset.to(dtype_of(mode))])
 
     sources = present(*[part for member in group for part in member.tensors], weight, bias, scale)
     packed, early = derived_for_launch((kernel, gate, len(biases), weight is None, bias is None, scale is None), sources, make)

@@ -20,7 +20,7 @@ _SLOT_BYTES = (_ROWS + _COLUMNS) * _BATCH * 2 + 16
 
 _FEWEST_STAGES, _MOST_STAGES = 2, 6
 _WARPS = 8
-"""That sum the same columns of a pair of blocks, each in a row of its own."""
+"""Of two blocks that share weights. Each adds up its own rows of the same columns."""
 
 
 def hidden_gradient_takes(
@@ -67,11 +67,11 @@ def run_hidden_gradient(
     h, du = (x.new_empty(rows, hidden) for _ in range(2))
     kernel, shared_bytes = _kernel(features, hidden, x.dtype, activation, index)
     passes, tiles = -(-rows // (2 * _ROWS)), image.shape[0]
-    warpgroups = 2 * min(passes * tiles, multiprocessors_of(index) // 2)  # of the first blocks of all clusters: as many as blocks
-    parts = min(passes, lcm(warpgroups, tiles) // tiles)
+    blocks = 2 * min(passes * tiles, multiprocessors_of(index) // 2)
+    parts = min(passes, lcm(blocks, tiles) // tiles)  # after so many passes a warp meets the same columns again
     sums = torch.empty((parts * _WARPS, hidden), dtype=torch.float32, device=x.device)
     kernel.launch(
-        (warpgroups, 1, 1),
+        (blocks, 1, 1),
         (_THREADS, 1, 1),
         shared_bytes,
         current_stream(index),

@@ -95,7 +95,8 @@ def _wide(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor
 
 def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, eps: float, *, moments: bool = False) -> None:
     device_index = x.device.index
-    rows_kernel("layer_norm", x.shape[1], x.dtype, device_index, moments=moments).launch(
+    vector = _vector_bytes(x.shape[1], x.dtype)
+    rows_kernel("layer_norm", x.shape[1], x.dtype, device_index, moments=moments, vector_bytes=vector).launch(
         (-(-x.shape[0] // _ROWS_OF_BLOCK), 1, 1),
         (32 * _ROWS_OF_BLOCK, 1, 1),
         0,
@@ -129,23 +130,28 @@ def norm_gradient(
     if not kernels_take(x) or layer_norm_obstacle(features, x.dtype) is not None or features > _MOST_COLUMNS:
         return _by_pytorch(x, gradient, weight, eps, beside)
     found, index = x.new_empty(x.shape), x.device.index
-    warps = _warps(features, x.dtype)
+    vector = _vector_bytes(features, x.dtype)
+    warps = _warps(features, x.dtype, vector)
     blocks = max(1, min(-(-rows // warps), multiprocessors_of(index)))  # more blocks would leave more parts of the sums
     sums = torch.empty((blocks, 3, features), dtype=torch.float32, device=x.device)
     wide = None if weight is None else packed(weight.detach().float())
     operands = packed(x), packed(gradient), None if beside is None else packed(beside), wide, found, sums
-    rows_kernel("norm_gradient", features, x.dtype, index, warps=warps).launch(
+    rows_kernel("norm_gradient", features, x.dtype, index, warps=warps, vector_bytes=vector).launch(
         (blocks, 1, 1), (32 * warps, 1, 1), 0, current_stream(index), *operands, rows, float_bits(eps), early=True
     )
     of_weight, of_bias, of_x = sum_of_rows(sums.view(blocks, -1), torch.float32).view(3, 1, features)
     return NormGradient(found, of_weight[0], of_bias[0], of_x)
 
 
-def _warps(features: int, dtype: torch.dtype) -> int:
-    """The warps of a block of the kernel: more where what a lane has of a row leaves them registers."""
+def _vector_bytes(features: int, dtype: torch.dtype) -> int:
+    """The bytes of a row that a lane reads at once: half as many where whole vectors would leave lanes idle in the last step."""
     row = features * dtype.itemsize
-    vector = 8 if row % 512 and not row % 256 else _VECTOR_BYTES  # as the kernel has them
-    lane = -(-row // (32 * vector)) * vector
+    return 8 if row % 512 and not row % 256 else _VECTOR_BYTES
+
+
+def _warps(features: int, dtype: torch.dtype, vector: int) -> int:
+    """The warps of a block of the kernel: more where what a lane has of a row leaves them registers."""
+    lane = -(-features * dtype.itemsize // (32 * vector)) * vector
     return 16 if lane <= 32 and lane // dtype.itemsize <= 12 else 8
 
 

@@ -7,7 +7,7 @@ import timm
 import torch
 
 import flysurgery
-from tests.support.captured import Capture, checkpoint_each, take_hidden_units
+from tests.support.captured import checkpoint_each, races_of_steps, take_hidden_units
 
 pytestmark = pytest.mark.usefixtures("faster")
 
@@ -32,8 +32,4 @@ def test_steps_wait_for_what_they_read(convert: bool, use_reentrant: bool | None
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
-    with Capture(monkeypatch) as captured:
-        step()
-        step()
-    assert captured.races == []
+    assert races_of_steps(step, monkeypatch) == []

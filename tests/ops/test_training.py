@@ -13,7 +13,7 @@ from flysurgery.gpu.branch import begin_ahead
 from flysurgery.ops import Attention, FeedForward, Gated, attended, trained, trained_with_x, training_reason
 from tests.support import blocks
 from tests.support.blocks import TRAINED, dense, to_train
-from tests.support.captured import Capture, take_hidden_units
+from tests.support.captured import races_of_steps, take_hidden_units
 
 ROWS, WIDTH = 7, 24
 
@@ -103,11 +103,7 @@ def test_captured_steps_wait_for_all_that_they_read(name: str, by_kernel: None, 
         trained(x, operation).sum().backward()
         optimizer.step()
 
-    step()
-    with Capture(monkeypatch) as captured:
-        step()
-        step()
-    assert captured.races == []
+    assert races_of_steps(step, monkeypatch) == []
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -121,11 +117,7 @@ def test_captured_steps_wait_for_what_is_written_by_hand(name: str, by_kernel: N
         for tensor in operation.tensors:
             tensor.data.sub_(0.1)
 
-    step()
-    with Capture(monkeypatch) as captured:
-        step()
-        step()
-    assert captured.races == []
+    assert races_of_steps(step, monkeypatch) == []
 
 
 @pytest.mark.parametrize("joined", [True, False])

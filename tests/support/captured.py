@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -98,6 +98,15 @@ class Capture(TorchDispatchMode):
             self._read[memory].add(self._count)
         for memory in changed | made:
             self._written[memory], self._read[memory] = self._count, set()
+
+
+def races_of_steps(step: Callable[[], None], patch: pytest.MonkeyPatch) -> list[str]:
+    """What does not wait for what it needs in two captured steps, behind one that is not captured."""
+    step()
+    with Capture(patch) as captured:
+        step()
+        step()
+    return captured.races
 
 
 def take_hidden_units(patch: pytest.MonkeyPatch) -> None:
