@@ -2,19 +2,21 @@
 //
 // An inner feature is a column of L, which reaches some rows of W (outputs), and a row of R, which reaches some columns (inputs). All inner
 // features with the same outputs and inputs are the members of a tile, at most 32; a table names them, -1 behind the last one.
-// A block computes 32 rows of one tile: of dL (outputs) or of dR (inputs), in float32. Its four groups of threads take every fourth slice of
-// the sum, the next slice on its way in registers, and add up what they have at the end, in a fixed order. blockIdx: tile, rows, linear.
+// A warp computes 32 rows of one tile: of dL (outputs, summed over inputs) or of dR (inputs, summed over outputs), by tensor cores. SPLIT
+// warps take every SPLIT-th slice of that sum, the next slice on its way in registers, and the block adds up what they have, in a fixed order.
+// blockIdx: tile, rows, linear.
 //
 // Floor: dW is read twice, once for each factor.
 //
 // dw: (linears, outputs, inputs), float32. MODE is the factors' dtype: 0 fp16, 1 bf16, 2 float32; gradients are float32.
-// Defines: LINEARS, MODE, L_A L_B L_C L_D and R_A R_B R_C R_D, the patterns of the factors.
+// Defines: LINEARS, MODE, LEFT_SPLIT and RIGHT_SPLIT (1, 2, 4 or 8), L_A L_B L_C L_D and R_A R_B R_C R_D, the patterns of the factors.
 #include "factor_values.cuh"
+#include "tf32_pairs.cuh"
 
-constexpr int kTile = 32;  // members, rows, and terms of a slice
-constexpr int kGroups = 4, kGroupThreads = 128, kEach = kTile * kTile / kGroupThreads;
+constexpr int kTile = 32;   // members, and rows of a warp
+constexpr int kSlice = 16;  // terms
+constexpr int kWarps = 8, kEach = kTile * kSlice / 32;
 constexpr int kOutputs = L_A * L_B * L_D, kInputs = R_A * R_C * R_D;
-constexpr int kOutputTiles = (L_B + kTile - 1) / kTile;
 static_assert(L_A * L_C * L_D == R_A * R_B * R_D, "factors that fit each other");
 
 struct Operands {
@@ -22,93 +24,126 @@ struct Operands {
     float *left_gradient[LINEARS], *right_gradient[LINEARS];
 };
 
-struct Slice {
-    float dw[kTile][kTile + 2];       // by term, then by row
-    float weights[kTile][kTile + 4];  // by term, then by member
+struct Tile {
+    int in_left[kTile], in_right[kTile];      // where the factors have the members, from the start of their block; -1 for none
+    int left_block, right_block;              // which all members share
+    int left_residue, right_residue;
 };
 
-// OF_LEFT: rows are outputs, terms inputs; else the other way round.
+// By rows for dL and by terms for dR, as lanes read it. The steps keep the lanes of an access in different banks.
+struct Slice {
+    float values[kTile * (kSlice + 4)];
+    static_assert(kTile * (kSlice + 4) == kSlice * (kTile + 8), "one size for both");
+
+    template <bool OF_LEFT>
+    __device__ __forceinline__ float& at(int term, int row) {
+        return values[OF_LEFT ? row * (kSlice + 4) + term : term * (kTile + 8) + row];
+    }
+};
+
+union Memory {
+    struct {
+        Slice dw, weights;
+    } slices;
+    float sums[kTile][kTile + 4];  // by row, then by member
+};
+
 template <bool OF_LEFT>
-__device__ __forceinline__ void gradient_rows(
-    const float* dw, const Weight* factor, float* gradient, const int* members, int first_row, int left_residue, int right_residue, Slice* slices) {
-    constexpr int kRows = OF_LEFT ? L_B : R_C, kTerms = OF_LEFT ? R_C : L_B;
+__device__ __forceinline__ void gradient_rows(const float* dw, const Weight* factor, float* gradient, const Tile& tile, int block, Memory* memory) {
+    constexpr int kSplit = OF_LEFT ? LEFT_SPLIT : RIGHT_SPLIT, kRows = OF_LEFT ? L_B : R_C, kTerms = OF_LEFT ? R_C : L_B;
     constexpr int kRowStep = OF_LEFT ? L_D * kInputs : R_D, kTermStep = OF_LEFT ? R_D : L_D * kInputs;  // in dW
     constexpr int kWeightStep = OF_LEFT ? R_D : L_C * L_D;                                             // of a term in the factor
-    const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, some = members[0];
-    const int left_block = some / (L_C * L_D), right_block = some / (R_B * R_D);
-    dw += (long long)(left_block * L_B * L_D + left_residue) * kInputs + right_block * R_C * R_D + right_residue;
-    const int left_start = left_block * L_B * L_C * L_D + left_residue, right_start = right_block * R_B * R_C * R_D + right_residue;
-    // Neighbouring threads read neighbouring columns of dW, and neighbouring weights.
-    const int fast = thread % kTile, slow = thread / kTile;
-    constexpr int kSlow = kGroupThreads / kTile;
-    Slice& slice = slices[group];
+    const long long left_start = (long long)tile.left_block * L_B * L_C * L_D + tile.left_residue;
+    const long long right_start = (long long)tile.right_block * R_B * R_C * R_D + tile.right_residue;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int from_row = block * (kWarps / kSplit) * kTile, first_row = from_row + warp / kSplit * kTile;
+    // Neighbouring lanes read neighbouring columns of dW, and neighbouring weights: terms for dL, rows and members for dR.
+    const int some = OF_LEFT ? lane / kSlice : lane, term_of = OF_LEFT ? lane % kSlice : 0;
+    constexpr int kRowOf = OF_LEFT ? 32 / kSlice : 0, kTermOf = OF_LEFT ? 0 : 1;  // steps of a lane's next element
+    dw += (long long)(tile.left_block * L_B * L_D + tile.left_residue) * kInputs + tile.right_block * R_C * R_D + tile.right_residue;
+    dw += (long long)(first_row + some) * kRowStep + (long long)term_of * kTermStep;
+    factor += (OF_LEFT ? right_start : left_start) + (long long)term_of * kWeightStep;
+    const int* places = OF_LEFT ? tile.in_right : tile.in_left;
 
-    float next_dw[kEach], next_weights[kEach];
+    float next_dw[kEach];
+    Weight next_weights[kEach];
     auto read = [&](int start) {
+        const float* from = dw + (long long)start * kTermStep;
+        const Weight* weights = factor + (long long)start * kWeightStep;
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
-            const int other = slow + k * kSlow;
-            const int row = first_row + (OF_LEFT ? other : fast), term = start + (OF_LEFT ? fast : other);
-            next_dw[k] = row < kRows && term < kTerms ? dw[(long long)row * kRowStep + (long long)term * kTermStep] : 0.0f;
-            const int m = members[OF_LEFT ? other : fast];
-            const int at = OF_LEFT ? right_start + m / R_D % R_B * (R_C * R_D) : left_start + m / L_D % L_C * L_D;
-            next_weights[k] = m >= 0 && term < kTerms ? value_of(factor[at + term * kWeightStep]) : 0.0f;
+            const bool present = start + term_of + k * kTermOf < kTerms;
+            const int place = places[some + k * kRowOf];
+            next_dw[k] = present && first_row + some + k * kRowOf < kRows ? from[(long long)k * (kRowOf * kRowStep + kTermOf * kTermStep)] : 0.0f;
+            next_weights[k] = present && place >= 0 ? weights[place + (long long)k * (kTermOf * kWeightStep)] : Weight(0);
         }
     };
-    const int row = thread / 8 * 2, member = thread % 8 * 4;
-    float sums[2][4] = {};
-    int start = group * kTile;
+    const int quad = lane / 4, pair = lane % 4;  // of a fragment: rows or columns, and terms
+    float sums[kTile / 16][kTile / 8][4] = {};
+    Slice &read_dw = memory[warp].slices.dw, &read_weights = memory[warp].slices.weights;
+    int start = warp % kSplit * kSlice;
     read(start);
-    while (start < kTerms) {
+    while (start < kTerms && first_row < kRows) {
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
-            const int other = slow + k * kSlow;
-            slice.dw[OF_LEFT ? fast : other][OF_LEFT ? other : fast] = next_dw[k];
-            slice.weights[OF_LEFT ? fast : other][OF_LEFT ? other : fast] = next_weights[k];
+            read_dw.at<OF_LEFT>(term_of + k * kTermOf, some + k * kRowOf) = next_dw[k];
+            read_weights.at<OF_LEFT>(term_of + k * kTermOf, some + k * kRowOf) = value_of(next_weights[k]);
         }
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kGroupThreads) : "memory");
-        start += kGroups * kTile;
+        __syncwarp();
+        start += kSplit * kSlice;
         read(start);
-#pragma unroll 8
-        for (int term = 0; term < kTile; ++term) {
-            const float2 left = *reinterpret_cast<const float2*>(&slice.dw[term][row]);
-            const float4 right = *reinterpret_cast<const float4*>(&slice.weights[term][member]);
-            const float rows[2] = {left.x, left.y}, columns[4] = {right.x, right.y, right.z, right.w};
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
+        for (int step = 0; step < kSlice; step += 8) {
+            const int term = step + pair;
+            Pairs<4 * (kTile / 16)> a;
+            Pairs<2 * (kTile / 8)> b;
 #pragma unroll
-                for (int j = 0; j < 4; ++j) sums[i][j] = fmaf(rows[i], columns[j], sums[i][j]);
+            for (int k = 0; k < 4 * (kTile / 16); ++k) a.put(k, read_dw.at<OF_LEFT>(term + k % 4 / 2 * 4, quad + k / 4 * 16 + k % 2 * 8));
+#pragma unroll
+            for (int k = 0; k < 2 * (kTile / 8); ++k) b.put(k, read_weights.at<OF_LEFT>(term + k % 2 * 4, quad + k / 2 * 8));
+            mma_pairs(sums, a, b);
         }
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kGroupThreads) : "memory");
+        __syncwarp();
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < kTile / 16; ++i)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) slice.weights[row + i][member + j] = sums[i][j];
+        for (int j = 0; j < kTile / 8; ++j)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) memory[warp].sums[i * 16 + quad + k / 2 * 8][j * 8 + pair * 2 + k % 2] = sums[i][j][k];
     __syncthreads();
-    for (int at = threadIdx.x; at < kTile * kTile; at += kGroups * kGroupThreads) {
-        const int own = OF_LEFT ? at / kTile : at % kTile, m = members[OF_LEFT ? at % kTile : at / kTile];
-        const int r = first_row + own, k = OF_LEFT ? at % kTile : at / kTile;
-        if (m < 0 || r >= kRows) continue;
+    for (int at = threadIdx.x; at < kWarps / kSplit * kTile * kTile; at += 32 * kWarps) {
+        const int within = at % (kTile * kTile), group = at / (kTile * kTile);
+        const int own = OF_LEFT ? within / kTile : within % kTile, k = OF_LEFT ? within % kTile : within / kTile;
+        const int r = from_row + group * kTile + own;
+        if (tile.in_left[k] < 0 || r >= kRows) continue;
         float sum = 0.0f;
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) sum += slices[g].weights[own][k];
-        gradient[OF_LEFT ? left_start + r * L_C * L_D + m / L_D % L_C * L_D : right_start + m / R_D % R_B * (R_C * R_D) + r * R_D] = sum;
+        for (int share = 0; share < kSplit; ++share) sum += memory[group * kSplit + share].sums[own][k];
+        gradient[OF_LEFT ? left_start + (long long)r * L_C * L_D + tile.in_left[k] : right_start + tile.in_right[k] + (long long)r * R_D] = sum;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kGroups* kGroupThreads)
+extern "C" __global__ void __launch_bounds__(32 * kWarps)
     factor_gradients(const float* dw, const int* table, const __grid_constant__ Operands operands) {
-    __shared__ Slice slices[kGroups];
-    __shared__ int members[kTile];
-    if (threadIdx.x < kTile) members[threadIdx.x] = table[blockIdx.x * kTile + threadIdx.x];
+    constexpr int kLeftBlocks = (L_B + kWarps / LEFT_SPLIT * kTile - 1) / (kWarps / LEFT_SPLIT * kTile);
+    __shared__ __align__(16) Memory memory[kWarps];
+    __shared__ Tile tile;
+    if (threadIdx.x < kTile) {
+        const int m = table[blockIdx.x * kTile + threadIdx.x], first = table[blockIdx.x * kTile];
+        tile.in_left[threadIdx.x] = m < 0 ? -1 : m / L_D % L_C * L_D;
+        tile.in_right[threadIdx.x] = m < 0 ? -1 : m / R_D % R_B * (R_C * R_D);
+        if (threadIdx.x == 0) {
+            tile.left_block = first / (L_C * L_D), tile.right_block = first / (R_B * R_D);
+            tile.left_residue = first % L_D, tile.right_residue = first % R_D;
+        }
+    }
     __syncthreads();
-    const int linear = blockIdx.z, tile = blockIdx.y, left_residue = members[0] % L_D, right_residue = members[0] % R_D;
+    const int linear = blockIdx.z, block = blockIdx.y;
     dw += (long long)linear * kOutputs * kInputs;
-    if (tile < kOutputTiles) {
-        gradient_rows<true>(dw, operands.right[linear], operands.left_gradient[linear], members, tile * kTile, left_residue, right_residue, slices);
+    if (block < kLeftBlocks) {
+        gradient_rows<true>(dw, operands.right[linear], operands.left_gradient[linear], tile, block, memory);
     } else {
-        const int first_row = (tile - kOutputTiles) * kTile;
-        gradient_rows<false>(dw, operands.left[linear], operands.right_gradient[linear], members, first_row, left_residue, right_residue, slices);
+        gradient_rows<false>(dw, operands.left[linear], operands.right_gradient[linear], tile, block - kLeftBlocks, memory);
     }
 }
