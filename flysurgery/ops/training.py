@@ -122,19 +122,12 @@ def _gradients(
     """The gradients of linears and of the scale behind them; they themselves where none of them learns."""
     if not any(id(tensor) in learning for tensor in present(*[tensor for each in group for tensor in each.tensors], scale)):
         return group, scale
-    of_bias = known_sums(dy) if of_bias is None else of_bias
-    return branch.run(_of_product, summed(dy, x), dy if of_bias is None else of_bias, dense.matrix, group, scale)
-
-
-def _of_product(
-    of_weight: Tensor,  # shape: (out_features, in_features), float32 or wider
-    parts: Tensor,  # shape: (parts, out_features); their sum is the gradient of the bias
-    matrix: Tensor | None,  # of ``AsDense``
-    group: tuple[Linear, ...],
-    scale: Tensor | None,
-) -> tuple[tuple[Linear, ...], Tensor | None]:
-    sums = sum_of_rows(parts, torch.promote_types(parts.dtype, torch.float32))
-    return of_linears(of_weight, sums, group, scale, matrix)
+    parts = known_sums(dy) if of_bias is None else of_bias
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    sums = None if parts is None else branch.run(sum_of_rows, parts, wide)  # before the product, which leaves it no multiprocessor
+    of_weight = summed(dy, x)
+    sums = branch.run(sum_of_rows, dy, wide) if sums is None else sums
+    return branch.run(of_linears, of_weight, sums, group, scale, dense.matrix)
 
 
 def _back_norm(x: Tensor, gradient: Tensor, norm: Norm, beside: Tensor | None) -> tuple[Tensor, Norm]:
