@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flysurgery.errors import WalkError
-from flysurgery.inference.graph import Calls, UnfitError, below, read, sole_user, watch
+from flysurgery.inference.graph import Calls, UnfitError, below, operators, read, sole_user, watch
 from flysurgery.inference.match import Held, held_of
 from flysurgery.inference.standin import Condition, StandInMethod, Together
 from flysurgery.surgery import Reason
-from flysurgery.walker import Survey, is_in_place, name_of, run_fake, shape_of
+from flysurgery.walker import Survey, is_in_place, name_of, shape_of
 
 METHOD = "_pos_embed"
 """The method that is given the patches."""
@@ -167,36 +165,13 @@ def _shape(node: object) -> tuple[int, ...]:
     return (shape_of(node) or ()) if isinstance(node, Node) else ()
 
 
-class _Noted(nn.Module):
-    """Records the operators of one forward of a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.notes = model, list[tuple[object, ...]]()
-
-    def forward(self, *args: Any) -> None:
-        notes = self.notes
-
-        class Noting(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                leaves = pytree.tree_leaves((args, kwargs or {}))
-                if func.namespace != "profiler":  # computes nothing, and passes on values that cannot be compared
-                    notes.append((str(func), *(tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves)))
-                return func(*args, **(kwargs or {}))
-
-        with Noting():
-            self.model(*args)
-
-
 def _same_operators(seen: Survey, module: nn.Module, caller: str, together: Together) -> bool:
     """Whether a forward runs the same operators, on tensors of the same shapes, where the method calls the patch embedding."""
-    runs = [_Noted(seen.double) for _ in range(2)]
-    run_fake(runs[0], seen.example)
+    before = operators(seen)
     vars(module)[caller] = StandInMethod(module, caller, together.replaced(together, {}), Condition(()))
     try:
-        run_fake(runs[1], seen.example)
+        return operators(seen) == before
     except Exception:  # the forward may fail when it gets images instead of patches
         return False
     finally:
         del vars(module)[caller]
-    return runs[0].notes == runs[1].notes

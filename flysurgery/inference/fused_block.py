@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from flysurgery import ops
+from flysurgery.inference.first_tokens import FirstTokens
 from flysurgery.inference.fused_modules import Step, Stream, under_autocast, watched
 from flysurgery.inference.graph import Calls, UnfitError
 from flysurgery.inference.match import Attended, Block, Lone
@@ -147,7 +148,9 @@ def _operands(
 
 
 class FusedPart:
-    """One part of a block: ``step(x)``."""
+    """One part of a block: ``step(x)``. ``tokens`` are those that suffice behind it, where the model may read no others."""
+
+    tokens: FirstTokens | None = None
 
     def __init__(self, step: nn.Module) -> None:
         self.step = step
@@ -165,9 +168,17 @@ class FusedAttended(FusedPart):
     """
 
     def __init__(
-        self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, first: Step | None, step: Step, handed: Arguments
+        self,
+        norm: nn.Module | None,
+        attention: nn.Module,
+        attending: Attending | None,
+        first: Step | None,
+        step: Step,
+        handed: Arguments,
+        tokens: FirstTokens | None,
     ) -> None:
         super().__init__(step)
+        self.tokens = tokens
         self.first, self.out = first, step
         self.norm, self.attention, self.attending = norm, attention, attending
         self._positional = [value for key, value in handed.items() if isinstance(key, int)]
@@ -179,7 +190,7 @@ class FusedAttended(FusedPart):
         named = {key: _present(value, arguments) for key, value in self._named.items()}
         with self.attending or nullcontext(), Stream(x, self.first) as stream:
             y = self.attention(x if self.norm is None else self.norm(x), *positional, **named)
-        return y, stream.x
+        return self.tokens.of(y, stream.x) if self.tokens is not None and self.tokens.asked() else (y, stream.x)
 
     def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
         return self.out(*self.attended(x, arguments))
@@ -190,7 +201,7 @@ class FusedPair(FusedPart):
 
     def __init__(self, first: FusedAttended, step: Step) -> None:
         super().__init__(step)
-        self.first, self.out, self.then = first, first.out, step
+        self.first, self.out, self.then, self.tokens = first, first.out, step, first.tokens
 
     def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
         attended, x = self.first.attended(x, arguments)
@@ -217,7 +228,8 @@ class FusedBlock(StandIn):
         super().__init__(original, condition)
         self.form = form
         self._parts = tuple(_paired(parts))  # in a tuple, so that they are no children
-        self._repeating = ops.Repeating()
+        self._tokens = next((part.tokens for part in parts if part.tokens is not None), None)
+        self._repeating = ops.Repeating(), ops.Repeating()  # for all tokens, and for the first ones
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's annotation
@@ -227,7 +239,8 @@ class FusedBlock(StandIn):
             return self.plain(*args, **kwargs)
         if not alone or watched() or torch.is_grad_enabled():
             return self._fused(args[0], arguments)
-        return self._repeating(self._fused, self.original.modules, args[0])
+        repeating = self._repeating[self._tokens is not None and self._tokens.asked()]
+        return repeating(self._fused, self.original.modules, args[0])
 
     def _fused(self, x: Tensor, arguments: Arguments = _NO_ARGUMENTS) -> Tensor:
         for part in self._parts:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flysurgery.errors import WalkError, first_line
 from flysurgery.surgery import Reason
@@ -152,6 +154,34 @@ def watch(seen: Survey, methods: Iterable[str] = ()) -> dict[str, Calls]:
             what = f"{type(seen.double).__name__} cannot be walked, because it does not run without data"
             raise WalkError(f"{what}: {first_line(error)}") from error
     return found
+
+
+def operators(seen: Survey) -> list[tuple[object, ...]]:
+    """The operators of one forward of the surveyed stand-in as it is now, with the shapes of tensors and all other arguments.
+
+    Raises:
+        Exception: whatever the forward raises.
+    """
+    notes = list[tuple[object, ...]]()
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            leaves = pytree.tree_leaves((args, kwargs or {}))
+            if func.namespace not in ("prim", "profiler"):  # which compute nothing, and pass on values that cannot be compared
+                notes.append((str(func), *(tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves)))
+            return func(*args, **(kwargs or {}))
+
+    class Noted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = seen.double
+
+        def forward(self, *args: Any) -> None:
+            with Noting():
+                self.model(*args)
+
+    run_fake(Noted(), seen.example)
+    return notes
 
 
 def below(fqn: str, name: str) -> str:

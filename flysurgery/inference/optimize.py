@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flysurgery.errors import InferenceError
 from flysurgery.inference import clock
 from flysurgery.inference.find_groups import find_groups
+from flysurgery.inference.first_tokens import FirstTokensForward
 from flysurgery.inference.gradients import rehearsed, training_calls, with_gradients
 from flysurgery.inference.replacement import Candidate, Replacement, find_replacements
 from flysurgery.inference.standin import Fused, put, restore, view
@@ -61,6 +62,7 @@ class OptimizeReport:
     """All groups that were found. ``device`` and ``dtype`` are those of the measurement.
 
     ``whole_ms`` are the milliseconds of one forward, with the model's own modules and with the fused ones; None where it was not timed.
+    ``tokens`` is how many tokens of a sample the model's forward computes behind its last attention; None where it computes all.
     """
 
     rows: tuple[OptimizeRow, ...]
@@ -69,6 +71,7 @@ class OptimizeReport:
     seconds: float
     model: nn.Module = field(repr=False, compare=False)
     whole_ms: tuple[float, float] | None = None
+    tokens: int | None = None
 
     @property
     def fused(self) -> tuple[OptimizeRow, ...]:
@@ -82,12 +85,16 @@ class OptimizeReport:
     def to_json(self) -> dict[str, Any]:
         """The rows as JSON values, with the device and dtype of the measurement."""
         head = {"device": self.device, "dtype": self.dtype, "seconds": self.seconds, "whole_ms": self.whole_ms}
+        head["tokens"] = self.tokens
         return head | {"rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
         head = f"fused {len(self.fused)} of {len(self.rows)} groups for {self.device} in {self.dtype}, in {self.seconds:.1f} s"
         if self.whole_ms is not None:
             head += f"; one forward took {self.whole_ms[0]:.3g} ms before and takes {self.whole_ms[1]:.3g} ms now"
+        if self.tokens is not None:
+            tokens = "the first token" if self.tokens == 1 else f"the first {self.tokens} tokens"
+            head += f"; behind its last attention the model reads {tokens} alone, so it computes no others there"
         groups = grouped(self.rows, lambda row: row.fqn, lambda row: (row.group, row.status, row.reason, row.launches))
         lines = [_line(name, members) for name, members in groups]
         return "\n\n".join([head, text_table(_HEADER, lines, right=("n", "own modules ms", "fused ms"))] if lines else [head])
@@ -106,6 +113,10 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     A group is fused if a kernel takes it and is faster than the model's own modules in a short measurement, at the example's number of
     samples, on CUDA in graphs. The report gives the result for each group, or the reason why it is not fused. Then the whole model is
     timed with and without fusion. While it is slower with fusion, the kind of group that gained the least is left as it was.
+
+    Many classifiers read the class token alone behind their last attention. There the model's forward, called as in the trace, computes no
+    other token in groups and norms. ``forward_features`` and modules that are called by themselves give all tokens, and so does the
+    forward as long as hooks would see that some are missing.
 
     Outputs stay the same within rounding. Names, state dict and calls stay the same. The model's own modules serve gradients,
     ``torch.func``'s transforms, autocast, training mode, hooks that are set later, modules that are replaced or get another forward later,
@@ -154,7 +165,10 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     rows += [OptimizeRow(fqn, group, "left", reason, None, None) for group, fqn, reason in built.without]
     order = {fqn: index for index, (fqn, _) in enumerate(found.seen.double.named_modules())}
     rows.sort(key=lambda row: order.get(row.fqn, len(order)))
-    return OptimizeReport(tuple(rows), str(device), str(measured_as).removeprefix("torch."), perf_counter() - started, model, whole)
+    first = fused.methods.get(("", "forward"))
+    tokens = first.tokens.count if isinstance(first, FirstTokensForward) else None
+    seconds, measured_in = perf_counter() - started, str(measured_as).removeprefix("torch.")
+    return OptimizeReport(tuple(rows), str(device), measured_in, seconds, model, whole, tokens)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -227,7 +241,7 @@ def _not_slower(
     while True:
         fused = Fused({}, {})
         for replacement in replacements:
-            if any(candidate.reason is None for candidate in replacement.candidates):
+            if not replacement.is_left:
                 replacement.put(fused)
         if not any(fused) or not all(isinstance(each, Tensor) and not each.is_meta for each in example):
             return fused, None

@@ -14,6 +14,7 @@ from flysurgery import ops
 from flysurgery.inference.clock import Shapes
 from flysurgery.inference.embedding import METHOD, Embedding
 from flysurgery.inference.find_groups import Findings, Patches
+from flysurgery.inference.first_tokens import FirstTokens, FirstTokensForward, Reading, last_reading
 from flysurgery.inference.fused_block import Attending, Form, FusedAttended, FusedBlock, FusedPart, attention_among, form_of
 from flysurgery.inference.fused_modules import EmbeddingStep, Input, Normalized, NormStep, Parameter, PatchesStep, Step
 from flysurgery.inference.graph import UnfitError, attempt, below
@@ -63,12 +64,18 @@ class Candidate:
 class Replacement:
     """Candidates that are put in place together, the condition under which they run, and ``put``, which adds what replaces them.
 
-    ``put`` sees what the replacements before it added; a block comes after all replacements inside it.
+    ``put`` sees what the replacements before it added; a block comes after all replacements inside it. A replacement without candidates
+    depends on these alone.
     """
 
     candidates: tuple[Candidate, ...]
     condition: Condition
     put: Callable[[Fused], None]
+
+    @property
+    def is_left(self) -> bool:
+        """Whether all of its candidates are left as they are."""
+        return bool(self.candidates) and all(candidate.reason is not None for candidate in self.candidates)
 
 
 @dataclass
@@ -94,6 +101,8 @@ def find_replacements(model: nn.Module, found: Findings, *, trains: bool = False
 class _Builder:
     def __init__(self, model: nn.Module, found: Findings, trains: bool) -> None:
         self.model, self.found, self.module, self.trains = model, found, model.get_submodule, trains
+        self.reading = last_reading(found, trains=trains) if is_plain(model) else None
+        self.tokens = FirstTokens(self.reading.number) if self.reading is not None else None
 
     def build(self) -> Replacements:
         found, built = self.found, Replacements()
@@ -127,6 +136,8 @@ class _Builder:
         built.replacements += blocks
         for fqn, embedding in found.embeddings.items():  # last, so that it sees the modules that were put below its module
             built.replacements.append(self._embedding(fqn, embedding))
+        if self.reading is not None and self.tokens is not None:
+            built.replacements.append(self._first_tokens(self.reading, self.tokens))
         for replacement in built.replacements:
             for candidate in replacement.candidates:
                 candidate.step.trains = self.trains
@@ -189,7 +200,8 @@ class _Builder:
         attending = Attending(own["attention"].step) if "attention" in own and own["attention"].step.enabled else None
         before = None if norm is None else new.get(norm) or self.module(norm)
         inner = view(attention, replaced, attributes)
-        return FusedAttended(before, inner, attending, first, own["attn_out"].step, form.handed[part.attention])
+        tokens = self.tokens if self.reading is not None and self.reading.linear == part.out.linear else None
+        return FusedAttended(before, inner, attending, first, own["attn_out"].step, form.handed[part.attention], tokens)
 
     def _projection(self, group: ProjectionGroup) -> Candidate:
         step = Step(ops.NormLinears, self._norm(group.norm), (self.module(group.linear),))
@@ -260,6 +272,22 @@ class _Builder:
             fused.methods[group.fqn, group.caller] = method
 
         return Replacement((candidate,), Condition(called, trains=self.trains), put)
+
+    def _first_tokens(self, reading: Reading, tokens: FirstTokens) -> Replacement:
+        """A forward that reads no other tokens behind its last attention."""
+        model, found = self.model, self.found
+        others = tuple(f"{fqn}." for fqn in found.blocks if fqn != reading.block)
+        seeing = [module for fqn, module in model.named_modules() if found.calls.get(fqn) and not f"{fqn}.".startswith(others)]
+        condition = Condition(seeing, itself=model, trains=self.trains)
+        readers = [self.module(fqn) for fqn in reading.readers]
+
+        def put(fused: Fused) -> None:
+            if reading.block in fused.modules and condition.obstacle() is None:
+                inputs = len(found.seen.example)
+                forward = FirstTokensForward(view(model, *fused), condition, tokens, inputs, model, readers)
+                fused.methods["", "forward"] = forward
+
+        return Replacement((), condition, put)
 
     def _stepped(self, fqn: str, candidate: Candidate) -> Replacement:
         """One module that is the whole group."""

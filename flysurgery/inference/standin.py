@@ -236,11 +236,12 @@ class StandInMethod:
         self._own = {name: value for name, value in vars(inner).items() if vars(module).get(name) is not value}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        holder = self.module
-        if self.condition.holds():
-            holder = self.inner
-            if not torch.compiler.is_compiling():
-                vars(holder).update(vars(self.module) | self._own)
+        return self.run(self.inner if self.condition.holds() else self.module, *args, **kwargs)
+
+    def run(self, holder: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The method of the class on ``holder``, the module or the view."""
+        if holder is self.inner and not torch.compiler.is_compiling():
+            vars(holder).update(vars(self.module) | self._own)
         return getattr(type(holder), self.method)(holder, *args, **kwargs)
 
 
@@ -262,7 +263,7 @@ def put(model: nn.Module, fused: Fused) -> None:
     if "" in fused.modules:
         methods.append((model, "forward", fused.modules[""].forward))
     for module, name, method in methods:
-        vars(module).update({name: method, STANDS_FOR: (module, name)})
+        vars(module).update({name: method, STANDS_FOR: (*vars(module).get(STANDS_FOR, (module,)), name)})
     for each in (*fused.modules.values(), *fused.methods.values()):
         each.condition.settle()
 
@@ -277,8 +278,9 @@ def restore(model: nn.Module) -> int:
         parent._modules[name] = child.original
     themselves = [module for module in model.modules() if STANDS_FOR in vars(module)]
     for module in themselves:
-        _, name = vars(module).pop(STANDS_FOR)
-        del vars(module)[name]
+        _, *names = vars(module).pop(STANDS_FOR)
+        for name in names:
+            del vars(module)[name]
     return len(replaced) + len(themselves)
 
 

@@ -25,8 +25,8 @@ Dense: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 PLAN = "_flysurgery_plan"
 SWITCHES_BEFORE = "_flysurgery_switches_before"
 STANDS_FOR = "_flysurgery_stands_for"
-"""On a fused module of an optimized model: the module in whose place it stands; on one on which a fused method was set, itself, and the
-method's name."""
+"""On a fused module of an optimized model: the module in whose place it stands; on one on which fused methods were set, itself, and the
+methods' names."""
 
 
 def plan_of(model: nn.Module) -> Plan | None:

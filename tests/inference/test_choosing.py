@@ -23,6 +23,8 @@ from flysurgery.surgery import Plan
 from tests.inference.models import images, left, small
 from tests.support.tolerance import assert_equal
 
+pytestmark = pytest.mark.usefixtures("all_tokens")
+
 MONARCH_2 = {monarch(48, 48, 2), monarch(192, 48, 2), monarch(48, 192, 2)}
 MONARCH_4 = {monarch(48, 48, 4), monarch(192, 48, 4), monarch(48, 192, 4)}
 Price = Callable[[nn.Module, bool, set[Architecture]], float]

@@ -20,6 +20,8 @@ from flysurgery.ops import Way
 from tests.inference.models import check_fused, images, small
 from tests.support.tolerance import assert_equal
 
+pytestmark = pytest.mark.usefixtures("all_tokens")
+
 Given = tuple[bool, int]
 """Whether a kernel was given a position, and how many parameters before the patches."""
 ALONE, ALL = (False, 0), (True, 1)

@@ -21,6 +21,8 @@ from tests.inference.models import BLOCK, SMALL, SWIN, WHOLE, Always, check_fuse
 from tests.support.composed import Composed
 from tests.support.tolerance import assert_equal
 
+pytestmark = pytest.mark.usefixtures("all_tokens")
+
 MASKED = [name for name in WHOLE if name != "attention"]
 SPLIT = [name for name in WHOLE if name != "norm_linear"]
 WRITTEN = ["norm_linear", "linear_residual", "ffn"] * 2

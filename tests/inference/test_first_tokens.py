@@ -1,0 +1,169 @@
+"""Forwards that leave out tokens which nothing reads behind the last attention: where, with the same results, and when they do not."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from vit_pytorch import ViT
+
+import flysurgery
+from flysurgery.inference.find_groups import find_groups
+from flysurgery.inference.first_tokens import last_reading
+from flysurgery.inference.fused_block import FusedAttended
+from tests.inference.models import SMALL
+from tests.support.tolerance import assert_equal
+
+pytestmark = pytest.mark.usefixtures("called")
+ALL, FIRST = [17, 17], [17, 1]
+
+
+def model(name: str = "vit_tiny_patch16_224", **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(name, **SMALL | options).eval()
+
+
+def images(count: int) -> Tensor:
+    return torch.randn((count, 3, 32, 32), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture
+def tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many tokens each attention passed on."""
+    seen, attended = list[int](), FusedAttended.attended
+
+    def noting(part: FusedAttended, *args: Any) -> tuple[Tensor, Tensor]:
+        y, x = attended(part, *args)
+        seen.append(y.shape[1])
+        return y, x
+
+    monkeypatch.setattr(FusedAttended, "attended", noting)
+    yield seen
+
+
+class ReadsAll(nn.Module):
+    """A head on the class token, and in training mode another one on all tokens."""
+
+    def __init__(self, in_training: bool) -> None:
+        super().__init__()
+        self.inner, self.in_training = model(num_classes=0), in_training
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.inner.forward_features(x)  # pyright: ignore[reportCallIssue]
+        return tokens[:, 0] + tokens.mean(1) if self.training and self.in_training else tokens[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (model, ("blocks.1", 1)),
+        (lambda: model(reg_tokens=4), ("blocks.1", 1)),
+        (lambda: model("deit_tiny_distilled_patch16_224"), ("blocks.1", 2)),
+        (lambda: model(global_pool="avg"), None),
+        (lambda: model(num_classes=0, global_pool=""), None),
+        (lambda: ViT(image_size=32, patch_size=8, num_classes=5, dim=64, depth=2, heads=2, mlp_dim=128), ("transformer", 1)),
+        (lambda: ReadsAll(in_training=False), ("inner.blocks.1", 1)),
+        (lambda: ReadsAll(in_training=True), None),
+    ],
+)
+def test_the_graph_shows_which_tokens_are_read(made: Any, expected: tuple[str, int] | None) -> None:
+    found = last_reading(find_groups(made().eval(), images(2)), trains=True)
+    assert (found and (found.block, found.number)) == expected
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_results_and_gradients_stay_the_same(tokens: list[int], training: bool) -> None:
+    plain, results = model(init_values=0.5), list[Tensor]()
+    fused = copy.deepcopy(plain)
+    report = flysurgery.optimize(fused, images(2), training=training)
+    assert report.tokens == 1 and "reads the first token alone" in str(report)
+    again = copy.deepcopy(fused)
+    for each in (plain, fused, again):
+        with torch.set_grad_enabled(training):
+            results.append(each(images(3)))
+        if training:
+            results[-1].square().sum().backward()
+    assert tokens == FIRST * 2
+    for each, result in ((fused, results[1]), (again, results[2])):
+        torch.testing.assert_close(result, results[0])
+        for own, theirs in zip(each.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, theirs.grad)
+    assert report.restore() > 0 and "forward" not in vars(fused)
+
+
+@torch.no_grad()
+def test_whoever_could_see_that_tokens_are_missing_gets_all(tokens: list[int]) -> None:
+    plain = model()
+    fused: Any = copy.deepcopy(plain)
+    flysurgery.optimize(fused, images(2))
+
+    def seen(call: Any) -> list[int]:
+        tokens.clear()
+        call()
+        return list(tokens)
+
+    x = images(2)
+    assert seen(lambda: fused(x)) == FIRST
+    assert_equal(fused.forward_features(x), plain.forward_features(x))  # pyright: ignore[reportCallIssue]
+    assert seen(lambda: fused.forward_features(x)) == ALL
+    assert seen(lambda: fused.forward_intermediates(x)) == ALL
+    assert seen(lambda: fused(x=x)) == ALL  # of another form than the trace
+    for name in ("norm", "blocks", "blocks.1", "head"):
+        shapes = list[torch.Size]()
+        hook = fused.get_submodule(name).register_forward_hook(lambda _, args, result, shapes=shapes: shapes.append(args[0].shape))
+        assert seen(lambda: fused(x)) == ALL, name
+        hook.remove()
+    hook = fused.register_forward_hook(lambda *_: None)  # sees what the forward gives
+    assert seen(lambda: fused(x)) == FIRST
+    hook.remove()
+    fused.global_pool = "avg"
+    plain.global_pool = "avg"  # pyright: ignore[reportAttributeAccessIssue]
+    torch.testing.assert_close(fused(x), plain(x))
+    fused.global_pool = "token"
+    assert seen(lambda: fused(x)) == FIRST
+    fused.reset_classifier(3, "avg")
+    assert seen(lambda: fused(x)) == ALL
+
+
+def test_checkpoints_compute_all_tokens_again(tokens: list[int]) -> None:
+    fused: Any = model()
+    flysurgery.optimize(fused, images(2), training=True)
+    fused.set_grad_checkpointing(True)
+    fused(images(2)).sum().backward()
+    fused.set_grad_checkpointing(False)
+    for reentrant in (False, True):
+        x = images(2).requires_grad_()
+        checkpoint(lambda y: fused.head(fused.norm(fused.blocks(fused.patch_embed(y)))).sum(), x, use_reentrant=reentrant).backward()  # pyright: ignore[reportOptionalMemberAccess]
+    checkpoint(fused, images(2), use_reentrant=False).sum().backward()  # pyright: ignore[reportOptionalMemberAccess]
+    assert set(tokens) <= {16, 17}
+
+
+@torch.no_grad()
+def test_copies_pickles_and_compiled_code_follow(tokens: list[int]) -> None:
+    fused = model()
+    flysurgery.optimize(fused, images(2))
+    expected = fused(images(2))
+    torch.save(fused, buffer := io.BytesIO())
+    for each in (pickle.loads(pickle.dumps(fused)), torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)):
+        tokens.clear()
+        assert_equal(each(images(2)), expected)
+        assert tokens == FIRST
+        assert flysurgery.restore(each) > 0
+    tokens.clear()
+    torch.testing.assert_close(torch.compile(fused, backend="eager")(images(2)), expected)
+    assert tokens == ALL  # the compiler traces the model's own forward
+
+
+def test_a_model_with_a_forward_of_its_own_keeps_it() -> None:
+    fused = model()
+    own = fused.forward
+    vars(fused)["forward"] = lambda x: own(x)
+    assert flysurgery.optimize(fused, images(2)).tokens is None
