@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of, factors_to_dense, ks_einsum
-from flysurgery.gpu.device import kernels_take, multiprocessors_of
+from flysurgery.gpu.device import kernels_take
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.weight_cache import make_to_keep
 from flysurgery.patterns import Architecture, Pattern
 
 _TILE, _WARPS = 32, 8  # as the kernel of gradients has them
-_WARPS_AT_ONCE = 16
-"""Of the kernel of gradients, on a multiprocessor."""
+_TERMS_OF_WARP = 48
+"""That a warp of the kernel of gradients sums at least, where several share a sum."""
 _THREADS, _MOST_BYTES = 128, 48 * 1024  # as the kernel of products has them; of shared memory
 
 
@@ -61,7 +61,7 @@ def _gradients_by_kernel(dw: Tensor, factors: Sequence[Tensor], linears: int, ar
     left, right = architecture.patterns
     found = [torch.empty(factor.shape, dtype=torch.float32, device=dw.device) for factor in factors]
     table = _table(tiles_of, architecture, device_index)
-    splits = _splits(architecture, len(table) * linears, device_index)
+    splits = _split(right.c), _split(left.b)
     blocks = [-(-rows // (_WARPS // split * _TILE)) for rows, split in zip((left.b, right.c), splits, strict=True)]
     operands = (*factors[::2], *factors[1::2], *found[::2], *found[1::2])
     more = dict(zip(("LEFT_SPLIT", "RIGHT_SPLIT"), splits, strict=True))
@@ -71,19 +71,9 @@ def _gradients_by_kernel(dw: Tensor, factors: Sequence[Tensor], linears: int, ar
     return found
 
 
-def _splits(architecture: Architecture, tiles: int, device_index: int) -> tuple[int, int]:
-    """Among how many warps the sums of the left and of the right factor are split: as many as run at once, each with 32 terms or more."""
-    left, right = architecture.patterns
-    sides = (left.b, right.c), (right.c, left.b)  # rows, and terms
-
-    def split(terms: int, of_warp: int) -> int:
-        return min(_WARPS, 1 << max(0, (terms // of_warp).bit_length() - 1))
-
-    for of_warp in (32, 64, 128, 256):
-        warps = sum(tiles * -(-rows // _TILE) * split(terms, of_warp) for rows, terms in sides)
-        if warps <= _WARPS_AT_ONCE * multiprocessors_of(device_index):
-            break
-    return split(right.c, of_warp), split(left.b, of_warp)
+def _split(terms: int) -> int:
+    """Among how many warps of a block a sum is split."""
+    return min(_WARPS, 1 << max(0, (terms // _TERMS_OF_WARP).bit_length() - 1))
 
 
 @lru_cache(maxsize=256)
