@@ -13,7 +13,6 @@ from flysurgery.walker.target import Switch
 from flysurgery.walker.trace import Trace
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TURNED = frozenset(("t", "transpose", "permute", "numpy_T", "mT"))
 
 
 class Owners:
@@ -164,7 +163,7 @@ def _parameter_behind(trace: Trace, weight: Node) -> str | None:
     node = weight
     while node not in trace.parameters:
         first = node.args[0] if node.args else None
-        if name_of(node) not in SHAPE | _TURNED or not isinstance(first, Node):
+        if name_of(node) not in SHAPE or not isinstance(first, Node):
             return None
         node = first
     return trace.parameters[node]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from flysurgery.errors import WalkError, first_line
+from flysurgery.errors import WalkError, raised_as
 from flysurgery.walker.attention import separating
 from flysurgery.walker.dataflow import Attention
 from flysurgery.walker.operations import einsum_letters, is_fused_attention, name_of, shape_of
@@ -102,12 +102,11 @@ class Trial:
         named = (*self._double.named_parameters(), *self._double.named_buffers())
         self._tensors = {name: _wide(tensor.detach()) for name, tensor in named}
         self._example = pytree.tree_map_only(Tensor, _wide, example)
-        try:
+        refusal = f"{type(model).__name__} cannot be tried with features in another order"
+        with raised_as(WalkError, refusal):
             self._usual = self._outputs(self._tensors)
-        except Exception as error:  # whatever the forward raises
-            raise WalkError(f"{type(model).__name__} cannot be tried with features in another order: {first_line(error)}") from error
         if not self._usual or not all(bool(output.isfinite().all()) for output in self._usual):
-            raise WalkError(f"{type(model).__name__} cannot be tried with features in another order: it gives no finite outputs")
+            raise WalkError(f"{refusal}: it gives no finite outputs")
 
     def changing(self, questions: Sequence[Sequence[Move]]) -> set[int]:
         """The positions of those ``questions`` whose moves, all together, change the output."""

@@ -14,8 +14,9 @@ from flysurgery.walker.trace import Trace
 
 
 class _Judge:
-    def __init__(self, trace: Trace, dataflow: Dataflow):
+    def __init__(self, trace: Trace, dataflow: Dataflow, samples: int):
         self.trace = trace
+        self.samples = samples
         self.flows = dataflow.flows
         self.depends = dataflow.depends
         self.sums = dataflow.sums
@@ -62,7 +63,7 @@ class _Judge:
         return "patch-embedding" if source and all(origin in self.trace.inputs for origin in source) else "no-role"
 
     def _one_row(self, call: Call) -> bool:
-        return self.trace.batch is not None and 0 < call.rows <= self.trace.batch
+        return 0 < call.rows <= self.samples
 
     def _feed_forward_pairs(self) -> tuple[set[Node], set[Node]]:
         first, second = set(), set()
@@ -122,7 +123,7 @@ def _pools(attentions: Iterable[Attention]) -> bool:
     return all(attention.single_query for attention in attentions)
 
 
-def verdicts(trace: Trace, dataflow: Dataflow) -> dict[Node, str]:
-    """For each call, by its node: its role, or the code of the obstacle where that role is no target."""
-    judge = _Judge(trace, dataflow)
+def verdicts(trace: Trace, dataflow: Dataflow, samples: int) -> dict[Node, str]:
+    """For each call, by its node: its role, or the code of the obstacle where that role is no target; ``samples`` is 0 if not known."""
+    judge = _Judge(trace, dataflow, samples)
     return {node: judge.verdict(call) for node, call in dataflow.calls.items()}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from flysurgery.errors import WalkError, first_line
+from flysurgery.errors import WalkError, first_line, raised_as
 from flysurgery.walker.operations import is_fused_attention, name_of
 from flysurgery.walker.target import HOOKS
 
@@ -47,10 +47,8 @@ def shadow(model: nn.Module) -> nn.Module:
         # deepcopy refuses tensors that are results of operations, such as an attention map kept for later
         kept = [value for value in vars(module).values() if isinstance(value, Tensor)]
         memo.update({id(value): value.detach().clone() for value in kept if id(value) not in memo})
-    try:
+    with raised_as(WalkError, f"{type(model).__name__} cannot be walked, because its modules cannot be copied"):
         double = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise WalkError(f"{type(model).__name__} cannot be walked, because its modules cannot be copied: {first_line(error)}") from error
     for module in double.modules():
         for name in HOOKS:
             hooks = getattr(module, name, {})
@@ -154,13 +152,11 @@ class Trace:
     """A traced forward pass.
 
     ``parameters`` maps placeholders of the graph to the names of their parameters; ``inputs`` are the placeholders of the example.
-    ``batch`` counts the example's samples; None where that is not known.
     """
 
     graph: Graph
     parameters: dict[Node, str]
     inputs: frozenset[Node]
-    batch: int | None
 
 
 def _left_out(model: nn.Module, example: tuple[Any, ...]) -> str:
@@ -197,8 +193,7 @@ def trace(double: nn.Module, example: tuple[Any, ...]) -> Trace:
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     parameters = {placeholders[name]: fqn for name, fqn in signature.inputs_to_parameters.items()}
     inputs = frozenset(placeholders[name] for name in signature.user_inputs if isinstance(name, str) and name in placeholders)
-    first = first_tensor(example)
-    return Trace(graph, parameters, inputs, None if first is None or first.ndim < 2 else first.shape[0])
+    return Trace(graph, parameters, inputs)
 
 
 def run_fake(double: nn.Module, example: tuple[Any, ...]) -> Any:
@@ -222,8 +217,3 @@ def _forget_sources(mode: FakeTensorMode) -> None:
     converter.describer.lookup_tensor.clear()
     converter.tensor_memo.clear()
     getattr(proxy_tensor, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()
-
-
-def first_tensor(example: tuple[Any, ...]) -> Tensor | None:
-    """The first of the arguments that is a tensor."""
-    return next((each for each in example if isinstance(each, Tensor)), None)

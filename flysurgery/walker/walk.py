@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from flysurgery.walker.layout import split_of
 from flysurgery.walker.linears import CONVOLUTIONS, Call, Owners, find_calls, read_elsewhere, set_switches
 from flysurgery.walker.roles import verdicts
 from flysurgery.walker.target import OBSTACLES, ROLES, Obstacle, Role, Slice, Switch, Target, module_obstacles
-from flysurgery.walker.trace import Trace, device_of, first_tensor, on_device, shadow, trace
+from flysurgery.walker.trace import Trace, device_of, on_device, shadow, trace
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,12 @@ def survey(model: nn.Module, example: Example | None = None, *, prepare: Callabl
     switches = set_switches(double)
     traced, owners = trace(double, inputs), Owners(double)
     calls = find_calls(traced, owners)
-    first = first_tensor(inputs)
-    if first is not None and first.ndim == 2 and first.is_floating_point() and all(call.rows <= len(first) for call in calls):
-        traced = replace(traced, batch=None)  # rows are tokens of one sample, for all that shows
+    first = next((each for each in inputs if isinstance(each, Tensor)), None)
+    samples = len(first) if first is not None and first.ndim > 1 else 0
+    if first is not None and first.ndim == 2 and first.is_floating_point() and all(call.rows <= samples for call in calls):
+        samples = 0  # rows are tokens of one sample, for all that shows
     dataflow = Dataflow(traced, calls)
-    return Survey(double, inputs, traced, owners, calls, verdicts(traced, dataflow), dataflow, switches)
+    return Survey(double, inputs, traced, owners, calls, verdicts(traced, dataflow, samples), dataflow, switches)
 
 
 def walk(model: nn.Module, example: Example | None = None) -> tuple[Target, ...]:
