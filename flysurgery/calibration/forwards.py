@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.calibration.samples import Samples
-from flysurgery.errors import DataError, SurgeryError, first_line
+from flysurgery.errors import DataError, SurgeryError, raised_as
 from flysurgery.projection import Moments
 
 PROBE_SEED = 0
@@ -25,8 +25,8 @@ class Inputs:
     held_out: Moments
 
 
-class _AllSeen(Exception):  # noqa: N818
-    """Ends a forward in which every wanted layer has had its inputs."""
+class _AllSeen(BaseException):
+    """Ends a forward in which every wanted layer has had its inputs; no error, so that a model that catches errors lets it through."""
 
 
 @contextmanager
@@ -161,12 +161,8 @@ def run(model: nn.Module, batch: Tensor) -> object:
         DataError: the model fails; the message has its reason.
     """
     x = _as_input(batch, model)
-    try:
+    with raised_as(DataError, f"the model fails on inputs of shape {tuple(x.shape)}"):
         return model(x)
-    except _AllSeen:
-        raise
-    except Exception as error:
-        raise DataError(f"the model fails on inputs of shape {tuple(x.shape)}: {first_line(error)}") from error
 
 
 def _as_input(batch: Tensor, model: nn.Module) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from flysurgery.checkpoint import (
     transformers_class,
     vouch_for_weights,
 )
-from flysurgery.cli.options import choices_of, model_arguments, roles_of
-from flysurgery.errors import CheckpointError, ModelError, OptionError, first_line
+from flysurgery.cli.options import choices_of, model_arguments, names
+from flysurgery.errors import CheckpointError, ModelError, OptionError, first_line, raised_as
 
 PLANNING = ("roles", "include", "exclude", "blocks", "min_size", "convs", "nblocks", "rank", "patterns", "per_layer")
 """The options of verbs that ``surgery.plan`` has under the same names."""
@@ -63,7 +63,7 @@ class Dense:
 
     def plan(self, skeleton: nn.Module, arch: str, options: Mapping[str, Any]) -> surgery.Plan:
         """The plan for the ``skeleton`` by those of a verb's options that choose layers and architectures."""
-        readers = {"roles": roles_of, "per_layer": choices_of}
+        readers = {"roles": partial(names, option="--roles"), "per_layer": choices_of}
         given = {name: options[name] for name in PLANNING if options.get(name) not in (None, (), [])}
         given |= {name: read(given[name]) for name, read in readers.items() if name in given}
         base, base_args = self.described()
@@ -170,10 +170,8 @@ class TransformersModel(Dense):
             model = build_base(base, arguments)
         else:
             found = transformers_class(base.partition(":")[2])
-            try:
+            with raised_as(ModelError, f"the weights of {self.where} could not be loaded"):
                 model, problems = found.from_pretrained(str(self.where), output_loading_info=True)
-            except Exception as error:  # the hub's, safetensors' and transformers' own errors have no common kind
-                raise ModelError(f"the weights of {self.where} could not be loaded: {first_line(error)}") from error
             missing = sorted(map(str, problems["missing_keys"]))
             if missing:
                 raise ModelError(f"{self.where} does not hold all weights of {found.__name__}: it lacks {', '.join(missing[:3])}")

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from flysurgery.calibration import Pictures, main_output, unchanged_state
-from flysurgery.errors import DataError, first_line
+from flysurgery.errors import DataError, raised_as
 from flysurgery.evaluation import Fractals, ImageData, Preparation, digits, load_data, preparation
 from flysurgery.evaluation.data import DIGITS, MADE, made
 from flysurgery.evaluation.pictures import (
@@ -212,11 +212,9 @@ def _named_pictures(name: str, root: Path | None, split: str, channels: int) -> 
         raise DataError(f"the data set {name} of timm needs the folder that it is or will be kept in: give --data-root DIR")
     extra: dict[str, Any] = {"loader": partial(read_image, channels=channels)} if name in ("torch/folder", "torch/image_folder") else {}
     mode = "L" if channels == 1 else "RGB"
-    try:
+    with raised_as(DataError, f"{name} cannot be opened as a data set for training"):
         dataset: Any = create_dataset(name, root=str(root), split=split, is_training=split == "train", input_img_mode=mode, **extra)
         len(dataset)
-    except Exception as error:  # each of timm's sources fails in its own way, assertions included
-        raise DataError(f"{name} cannot be opened as a data set for training: {first_line(error)}") from error
     return dataset
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from flysurgery.errors import TrainingError, first_line
+from flysurgery.errors import TrainingError, first_line, raised_as
 from flysurgery.fidelity import Copied
 from flysurgery.finetune.devices import sharded
 from flysurgery.finetune.settings import Settings
@@ -128,12 +128,10 @@ class States:
 
     def load(self, update: int, best: Copied | None = None) -> None:
         """Read the state of ``update`` into what accelerate prepared, and the best one of then."""
-        try:
+        with raised_as(TrainingError, f"the state in {self._path(update)} cannot be read"):
             self._accelerator.load_state(str(self._path(update)))
             if best is not None:
                 best.load(self._path(update) / BEST.format(self._accelerator.process_index if sharded(self._accelerator) else 0))
-        except Exception as error:  # accelerate, torch and safetensors each fail in their own way
-            raise TrainingError(f"the state in {self._path(update)} cannot be read: {first_line(error)}") from error
 
     def _path(self, update: int) -> Path:
         return self._folder / f"state-{update:08d}"

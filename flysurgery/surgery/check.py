@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.calibration import unchanged_state
-from flysurgery.errors import PlanError, ProjectionError, SurgeryError, first_line
+from flysurgery.errors import PlanError, ProjectionError, SurgeryError, raised_as
 from flysurgery.surgery.change import Dense, refuse_converted
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Plan
 from flysurgery.walker import CONVOLUTIONS, Switch, module_obstacles, modules_with_separated
@@ -92,12 +92,9 @@ def check_runs(plan: Plan, model: nn.Module) -> None:
     with ExitStack() as hooks:
         for module in modules.values():
             hooks.enter_context(module.register_forward_hook(note))
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices), unchanged_state(model):
-                model(*inputs)
-        except Exception as error:
-            reason = first_line(error)
-            raise SurgeryError(f"the converted model failed in its first forward, so it was put back as it was: {reason}") from error
+        hooks.enter_context(raised_as(SurgeryError, "the converted model failed in its first forward, so it was put back as it was"))
+        with torch.no_grad(), torch.random.fork_rng(devices), unchanged_state(model):
+            model(*inputs)
     silent = [fqn for fqn, module in modules.items() if module not in ran]
     if silent:
         raise SurgeryError(
