@@ -60,6 +60,9 @@ class ModelError(FlysurgeryError, ValueError):
 class CheckpointError(FlysurgeryError, ValueError):
     """A folder or file that cannot be read or written as a checkpoint. Nothing half-written is left."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))  # which may quote a file
+
 
 class DataError(FlysurgeryError, ValueError):
     """A data set that cannot be found or read, or that does not fit the model."""

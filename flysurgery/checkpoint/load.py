@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from flysurgery.checkpoint.tensors import (
     single_float_dtype,
     unstored_buffers,
 )
-from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as, shortened
+from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as
 from flysurgery.inference import optimize as make_faster
 
 WEIGHTS, PICKLE, REPORT = "model.safetensors", "pytorch_model.bin", "report.json"
@@ -93,19 +93,6 @@ def is_converted(folder: str | Path) -> bool:
     return False
 
 
-@contextmanager
-def in_one_sentence() -> Iterator[None]:
-    """Inside, a ``CheckpointError`` has one line of the length of any message."""
-    try:
-        yield
-    except CheckpointError as error:
-        text = shortened(str(error))
-        if text == str(error):
-            raise
-        raise CheckpointError(text) from error
-
-
-@in_one_sentence()
 def read_model(
     folder: Path,
     overrides: Mapping[str, Any],

@@ -11,7 +11,7 @@ from torch import nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, build_base, build_random, plain_arguments
 from flysurgery.checkpoint.config import describe_data
-from flysurgery.checkpoint.load import downloaded, in_one_sentence, read_model
+from flysurgery.checkpoint.load import downloaded, read_model
 from flysurgery.checkpoint.tensors import single_float_dtype
 from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as
 from flysurgery.patterns import MAX_FEATURES
@@ -21,7 +21,6 @@ FEATURE_ARGUMENTS = ("out_indices", "feature_cls", "output_fmt")
 """What timm's models take besides ``features_only``."""
 
 
-@in_one_sentence()
 def build_for_timm(
     pretrained: bool = False,
     *,
