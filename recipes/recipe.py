@@ -25,7 +25,7 @@ from flysurgery.bench.measuring import MEASURED
 from flysurgery.bench.rows import Job
 from flysurgery.cli.app import sentence_if_full
 from flysurgery.cli.bench import TIMES
-from flysurgery.cli.bench_run import BenchRun, prepare, print_records
+from flysurgery.cli.bench_run import bench_run, prepare, record_table
 from flysurgery.errors import FlysurgeryError, OptionError, first_line
 
 Number = TypeVar("Number", int, float)
@@ -283,7 +283,7 @@ def make(
     printed and gets no rows.
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    with BenchRun(device, columns, options.out, fresh=options.fresh) as run:
+    with bench_run(device, columns, options.out, fresh=options.fresh) as run:
         todo = [job for job in jobs if not run.rows(job[0])]
         for done, (head, rows_of) in enumerate(todo):
             if time.monotonic() > end:
@@ -296,7 +296,7 @@ def make(
                 print(f"{name_of(head)} failed, and has no rows: {first_line(error)}", flush=True)
             torch.cuda.empty_cache()
     if shown:
-        print_records(run.records, shown)
+        print(record_table(run.records, shown))
     return run.records
 
 

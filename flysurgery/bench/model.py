@@ -17,7 +17,7 @@ from flysurgery.bench.timing import TIMED_MODES
 from flysurgery.bench.variants import OPTIMIZED, chosen_backends, definitions, dense_linear, fused_modules, reset
 from flysurgery.errors import OptionError, first_line
 from flysurgery.patterns import Architecture
-from flysurgery.surgery import ExampleInput, LayerPlan, Plan, Reason, grouped, install, named_candidates
+from flysurgery.surgery import LayerPlan, Plan, Reason, grouped, install, named_candidates, sample_shape
 from flysurgery.surgery.change import build_empty
 
 WHOLE = "(model)"
@@ -178,10 +178,10 @@ def _case(runs: Mapping[str, nn.Module | str], x: Tensor, count: int, **notes: M
 
 
 def _example(plan: Plan, settings: ModelSettings) -> Tensor:
-    first = plan.example[0] if plan.example is not None and len(plan.example) == 1 else None
-    if not isinstance(first, ExampleInput):
+    shape = sample_shape(plan)
+    if shape is None:
         raise OptionError("bench model times models that take one tensor; time this one's layers with bench multiply")
-    return torch.randn(settings.batch, *first.shape[1:], device=settings.device, dtype=TIMED_MODES[settings.mode])
+    return torch.randn(settings.batch, *shape, device=settings.device, dtype=TIMED_MODES[settings.mode])
 
 
 def _installed(plan: Plan, dense: nn.Module) -> nn.Module:

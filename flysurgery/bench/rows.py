@@ -164,7 +164,8 @@ class Sheet:
     """Rows with the given columns and a stamp, as texts, and in a CSV file where one is named, which is complete after each addition.
 
     Rows of an earlier run are kept where their device, driver, threads and all versions are those of this run. Changed sources all count
-    as one commit, ``uncommitted``: after a further change to them start anew. ``fresh`` keeps no rows.
+    as one commit, ``uncommitted``: after a further change to them start anew. ``fresh`` keeps no rows. ``step`` is called at each addition,
+    with the number of additions, 0 for their unknown total, and a name.
 
     Raises:
         OptionError: the file cannot be written, or holds something else than such rows; with ``fresh``, no measurements at all.
@@ -176,6 +177,8 @@ class Sheet:
         self.columns = tuple(columns)
         self.records: list[Record] = []
         self.dropped = 0
+        self.step: Callable[[int, int, str], None] | None = None
+        self._groups = 0
         self._index: dict[tuple[str, ...], dict[tuple[str | None, ...], list[Record]]] = {}
         if path is not None:
             check_file(path, "--out")
@@ -208,8 +211,20 @@ class Sheet:
                 self._index[names].setdefault(tuple(record.get(name) for name in names), []).append(record)
         return self._index[names].get(tuple(map(cell, key.values())), [])
 
-    def add(self, rows: Iterable[Mapping[str, object]]) -> list[Record]:
-        """Add rows with a stamp of now, write the file, and give the rows as texts. A column that a row lacks is an empty cell."""
+    def fill(self, jobs: Iterable[Job]) -> None:
+        """Add the rows of each job that has none yet."""
+        for key, make in jobs:
+            if not self.rows(key):
+                self.add(make(), ", ".join(map(str, key.values())))
+
+    def add(self, rows: Iterable[Mapping[str, object]], what: str = "") -> list[Record]:
+        """Add rows with a stamp of now, write the file, and give the rows as texts. A column that a row lacks is an empty cell.
+
+        ``what`` names them to whoever watches.
+        """
+        self._groups += 1
+        if self.step is not None:
+            self.step(self._groups, 0, what)
         stamp = take_stamp(self.device)
         new = [{name: cell((row | stamp).get(name)) for name in (*self.columns, *STAMP)} for row in map(dict, rows)]
         if new:

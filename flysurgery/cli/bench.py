@@ -66,17 +66,19 @@ def multiply(
     """Time every backend on the layers of a transformer block."""
     from flysurgery.bench import modes_of
     from flysurgery.bench import multiply as multiplying
-    from flysurgery.cli.bench_run import BenchRun, prepare, protocol_of
+    from flysurgery.bench.rows import typed
+    from flysurgery.cli.bench_run import bench_run, prepare, protocol_of, record_table
+    from flysurgery.cli.tables import show
 
     target = prepare(device, threads)
     modes = modes_of(mode, target)
     protocol = protocol_of(launch, rounds, seed, quick=quick, seconds=(0.2, 1.0))
     count = rows or (QUICK_ROWS if quick else ROWS)
-    with BenchRun(target, multiplying.MULTIPLY_COLUMNS, out, fresh=fresh) as run:
+    with bench_run(target, multiplying.MULTIPLY_COLUMNS, out, fresh=fresh) as run:
         for name in modes:
             for family in arch or ("gonon", "monarch"):
                 run.fill(multiplying.multiply_jobs(family, width, count, name, target, protocol))
-    run.print(MULTIPLY_SHOWN, as_json=as_json)
+    show(typed(run.records), record_table(run.records, MULTIPLY_SHOWN), as_json=as_json)
 
 
 @app.command("model", cls=Command)
@@ -108,9 +110,9 @@ def model(
     from flysurgery.bench import model as models
     from flysurgery.bench import modes_of, rows_of_case
     from flysurgery.bench.rows import typed
-    from flysurgery.cli.bench_run import BenchRun, prepare, print_records, protocol_of
+    from flysurgery.cli.bench_run import bench_run, prepare, protocol_of, record_table
     from flysurgery.cli.source import find_dense
-    from flysurgery.cli.tables import print_json
+    from flysurgery.cli.tables import show
 
     target = prepare(device, threads)
     precision, *others = modes_of(mode, target)
@@ -124,7 +126,7 @@ def model(
     groups = models.groups_of(plan)
     launched = {"launch": protocol.on(target).launch}
     whole = models.whole_head(settings, plan)
-    with BenchRun(target, models.MODEL_COLUMNS, out, fresh=fresh) as run:
+    with bench_run(target, models.MODEL_COLUMNS, out, fresh=fresh) as run:
         run.fill(models.layer_jobs(plan, settings))
         found = [row for group in groups for row in run.rows(models.layer_head(settings, group) | launched)]
         rows = list({(row["layer"], row["candidate"]): row for row in found}.values())  # the last where quick ones came before
@@ -134,8 +136,5 @@ def model(
         run.fill([(whole | launched | {"candidate": last}, partial(rows_of_case, whole, make, precision, protocol))])
         rows += run.rows(whole | launched)
     answer = models.sentence(rows, groups)
-    if as_json:
-        print_json({"answer": answer, "stay_dense": list(models.slower_layers(rows, groups)), **typed(rows)})
-        return
-    print_records(rows, MODEL_SHOWN)
-    typer.echo(answer)
+    document = {"answer": answer, "stay_dense": list(models.slower_layers(rows, groups)), **typed(rows)}
+    show(document, f"{record_table(rows, MODEL_SHOWN)}\n{answer}", as_json=as_json)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import typer
 
-from flysurgery.bench import Protocol, Record, Sheet
-from flysurgery.bench.rows import Job, typed
+from flysurgery.bench import Protocol, Sheet
 from flysurgery.cli import options
-from flysurgery.cli.tables import print_json, print_table, progress
+from flysurgery.cli.tables import progress
+from flysurgery.surgery import text_table
 
 TITLES = {
     "peak_gib": "peak GiB",
@@ -49,53 +49,24 @@ def protocol_of(launch: str, rounds: int | None, seed: int, *, quick: bool, seco
     return Protocol(launch, rounds or (7 if quick else 30), seconds[0] if quick else seconds[1], seed)
 
 
-class BenchRun(Sheet):
+@contextmanager
+def bench_run(device: torch.device, columns: Iterable[str], out: Path | None, *, fresh: bool = False) -> Iterator[Sheet]:
     """Rows with the given columns, of this run and of the interrupted one before it; progress on stderr where it is a terminal.
 
     Raises:
         OptionError: ``--out`` cannot be written or names a file that holds something else.
     """
-
-    def __init__(self, device: torch.device, columns: Iterable[str], out: Path | None, *, fresh: bool = False) -> None:
-        super().__init__(out, device, columns, fresh=fresh)
-        if self.dropped:
-            typer.echo(f"{out}: {self.dropped} rows of another device or version are measured anew", err=True)
-        if self.records:
-            typer.echo(f"{out}: {len(self.records)} rows are there already and stay; --fresh measures them again", err=True)
-        self._progress = progress("measuring")
-        self._step: Callable[[int, int, str], None] | None = None
-        self._groups = 0
-
-    def __enter__(self) -> BenchRun:
-        self._step = self._progress.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._progress.__exit__(kind, error, trace)
-
-    def fill(self, jobs: Iterable[Job]) -> None:
-        """Make and keep the rows of each job that has none yet; a job is what tells its rows from others, and what makes them."""
-        for key, make in jobs:
-            if not self.rows(key):
-                self.add(make(), ", ".join(map(str, key.values())))
-
-    def add(self, rows: Iterable[Mapping[str, object]], what: str = "") -> list[Record]:
-        """Keep rows; ``what`` names them to whoever watches."""
-        self._groups += 1
-        if self._step is not None:
-            self._step(self._groups, 0, what)
-        return super().add(rows)
-
-    def print(self, columns: Sequence[str], *, as_json: bool) -> None:
-        """Print all rows: some of their columns as a table, or everything as JSON, with the stamp of the last."""
-        if as_json:
-            print_json(typed(self.records))
-        else:
-            print_records(self.records, columns)
+    run = Sheet(out, device, columns, fresh=fresh)
+    if run.dropped:
+        typer.echo(f"{out}: {run.dropped} rows of another device or version are measured anew", err=True)
+    if run.records:
+        typer.echo(f"{out}: {len(run.records)} rows are there already and stay; --fresh measures them again", err=True)
+    with progress("measuring") as run.step:
+        yield run
 
 
-def print_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Print some columns of the records; numbers short, and to the right.
+def record_table(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """Some columns of the records; numbers short, and to the right.
 
     Left out are memory where no row has it and, for a CPU, the share of the bound, since inputs that lie in its caches are not bounded by
     the rate of its memory.
@@ -108,7 +79,7 @@ def print_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) 
     numbers = {
         title for name, title in zip(columns, titles, strict=True) if name in FORMATS or all(_is_number(each[name]) for each in records)
     }
-    print_table(titles, [[_short(name, record[name]) for name in columns] for record in records], right=numbers)
+    return text_table(titles, [[_short(name, record[name]) for name in columns] for record in records], right=numbers)
 
 
 def _short(name: str, text: Any) -> str:

@@ -162,11 +162,6 @@ def names(text: str, option: str) -> tuple[str, ...]:
     return found
 
 
-def roles_of(text: str | None) -> tuple[str, ...] | None:
-    """Read ``--roles``; None, its default, leaves the choice to the plan."""
-    return None if text is None else names(text, "--roles")
-
-
 def choices_of(texts: list[str] | None) -> dict[str, str]:
     """Read ``--per-layer``: expressions and what the layers that they find get."""
     found: dict[str, str] = {}
