@@ -143,12 +143,12 @@ def convert(
 
 def _print_plan(plan: Plan, tradeoff: Tradeoff | None, measurement: Measurement | None, *, as_json: bool) -> None:
     """Print what convert would do, and what was chosen by."""
+    from flysurgery import surgery
     from flysurgery.cli.tables import show
-    from flysurgery.surgery import blocks_of_text
 
-    parts = {"plan": plan, "tradeoff": tradeoff, "measurement": measurement}
-    document = {name: each.to_json() for name, each in parts.items() if each is not None}
-    show(document, blocks_of_text(*parts.values()), as_json=as_json)
+    chosen_by = {name: each for name, each in (("tradeoff", tradeoff), ("measurement", measurement)) if each is not None}
+    document = {"plan": plan.to_json()} | surgery.as_json(chosen_by)
+    show(document, surgery.blocks_of_text(plan, *chosen_by.values()), as_json=as_json)
 
 
 def _bytes(skeleton: nn.Module, plan: Plan, dtype: options.StorageType | None) -> int:

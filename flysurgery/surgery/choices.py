@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from flysurgery.patterns import Architecture
-from flysurgery.surgery.serial import as_json
 from flysurgery.surgery.tables import blocks_of_text, grouped, text_table
 
 MEASURED = ("measured", "n", "choice", "ms", "/ dense", "fused", "chosen")
@@ -46,10 +44,6 @@ class Tradeoff:
         where = "" if self.judged_on is None else f", on {self.judged_on} samples that nothing was fitted to"
         error = f"its predicted error is {self.chosen.error:.4f} at {self.chosen.share:.1%} of the dense {self.unit}{where}"
         return f"chosen for {self.goal}: {counts}; {error}"
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return as_json(self)
 
     def __str__(self) -> str:
         header = (self.unit, "share", "predicted error", "")
@@ -111,10 +105,6 @@ class Measurement:
     dense_optimized_ms: float | None
     converted_ms: float
     returned: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return as_json(self)
 
     def __str__(self) -> str:
         pairs = list(zip(self.groups, self.chosen, strict=True))

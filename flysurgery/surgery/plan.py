@@ -129,19 +129,16 @@ class LayerPlan:
     @property
     def architecture(self) -> str | None:
         """The architectures of the parts as text; None where the layer stays dense."""
-        if not self.is_replaced:
-            return None
         names: dict[str, list[str]] = {}
         for part in self.parts:
             names.setdefault("dense" if part.architecture is None else str(part.architecture), []).append(part.name or "")
-        return "; ".join(f"{','.join(of)} {text}".strip() for text, of in names.items())
+        return "; ".join(f"{','.join(of)} {text}".strip() for text, of in names.items()) or None
 
     @property
     def family(self) -> str | None:
         """The families of the parts' architectures; None where the layer stays dense."""
-        if not self.is_replaced:
-            return None
-        return " and ".join(dict.fromkeys("dense" if part.architecture is None else family_of(part.architecture) for part in self.parts))
+        families = dict.fromkeys("dense" if part.architecture is None else family_of(part.architecture) for part in self.parts)
+        return " and ".join(families) or None
 
 
 def _check_parts(layer: LayerPlan) -> None:

@@ -19,7 +19,7 @@ from flysurgery.inference.standin import StandIn
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import FeedForward
 from flysurgery.patterns import Architecture, monarch
-from flysurgery.surgery import Plan
+from flysurgery.surgery import Plan, as_json
 from tests.inference.models import images, left, small
 from tests.support.tolerance import assert_equal
 
@@ -105,7 +105,7 @@ def test_of_what_is_faster_the_most_accurate_is_chosen_and_the_model_stays(
     for name, tensor in dense.state_dict().items():
         assert_equal(tensor, before[name])
     assert Plan.from_json(made.to_json()) == made
-    document = measurement.to_json()
+    document = as_json(measurement)
     assert document["chosen"][2] == "monarch 4" and document["groups"][2]["choices"][0] == {
         "name": "dense",
         "architectures": [None],
