@@ -86,15 +86,14 @@ def _gated(branches: list[Flow]) -> Flow:
 class Dataflow:
     """The result of one pass over the graph, in the order of execution.
 
-    ``flows`` has the flow into each node's value, ``depends`` the nodes that depend on the example's inputs, ``outputs`` the attention
+    ``flows`` has the flow into each node's value, ``depends`` the nodes that depend on the example's inputs, ``attentions`` the attention
     whose output a node holds, ``sums`` what a stream adds up, ``calls`` the multiplication by a weight that a node is.
     """
 
     def __init__(self, trace: Trace, calls: Iterable[Call]):
         self.flows: dict[Node, Flow] = {}
         self.depends: set[Node] = set()
-        self.attentions: list[Attention] = []
-        self.outputs: dict[Node, Attention] = {}
+        self.attentions: dict[Node, Attention] = {}
         self.sums: dict[Node, tuple[Flow, Flow]] = {}
         self.calls = {call.node: call for call in calls}
         self._trace = trace
@@ -133,16 +132,14 @@ class Dataflow:
         if name == "sum":
             context = self._weighted_sum(node)
             if context is not None:
-                self._found(context)
                 self._contexts[node] = context
-                return {node: Via()}
+                return self._found(context)
         if name in ops.PRODUCT and len(branches) > 1:
             branches = without_statistics(branches)
             context = next((self._contexts[origin] for branch in branches for origin in branch if origin in self._contexts), None)
             if context is not None and any(not branch.keys() & self._contexts.keys() for branch in branches):
                 others = [("qkv", arg) for arg in node.all_input_nodes if not self.flows[arg].keys() & self._contexts.keys()]
-                self._found(Attention(node, (*context.operands, *others), False))
-                return {node: Via()}
+                return self._found(Attention(node, (*context.operands, *others), False))
             return _gated(branches)
         if name in ops.ACTIVATION:
             return {origin: Via(True, via.reduced) for origin, via in union.items()}
@@ -181,11 +178,11 @@ class Dataflow:
         left, right = branches
         both = (*left, *right)
         is_scores = any(origin in self._products and not flow[origin].nonlinear for flow in branches for origin in flow)  # with a bias
-        is_attended = all(origin in self.outputs for origin in both)  # the difference of two attentions
+        is_attended = all(origin in self.attentions for origin in both)  # the difference of two attentions
         if left.keys() == right.keys() or is_scores or is_attended:
             return joined(branches)
         for one, other in ((left, right), (right, left)):
-            if any(self._feeds(other, self.outputs[origin]) for origin in one if origin in self.outputs):
+            if any(self._feeds(other, self.attentions[origin]) for origin in one if origin in self.attentions):
                 return one
         self.sums[node] = (left, right)
         return {node: Via()}
@@ -200,8 +197,7 @@ class Dataflow:
         q, k, v = [arg for arg in given if isinstance(arg, Node)][:3]
         shape = ops.shape_of(q)
         single = (shape is not None and shape[-2] == 1) or self._is_one_row(q)
-        self._found(Attention(node, (("q", q), ("k", k), ("v", v)), single))
-        return {node: Via()}
+        return self._found(Attention(node, (("q", q), ("k", k), ("v", v)), single))
 
     def _product(self, node: Node) -> Flow:
         operands = [arg for arg in node.args if isinstance(arg, Node)] or node.all_input_nodes  # einsum takes a list
@@ -218,18 +214,16 @@ class Dataflow:
                 return self.flows[value]
             softmax = next((origin for origin in self.flows[weights] if origin in self._softmaxes), None)
             if softmax is not None and value in self.depends:
-                self._found(self._softmax_attention(node, softmax, weights, value))
-                return {node: Via()}
+                return self._found(self._softmax_attention(node, softmax, weights, value))
         for inner, query in ((left, right), (right, left)):
             if query in self.depends and (self._holds_attention(inner) or self._reads_states(query, inner)):
-                self._found(Attention(node, (("q", query), ("v", inner)), False))  # linear attention: query times (key times value)
-                return {node: Via()}
+                # linear attention: query times (key times value)
+                return self._found(Attention(node, (("q", query), ("v", inner)), False))
         for inner, outer in ((left, right), (right, left)):
             product = next((origin for origin in self.flows[inner] if origin in self._products), None)
             if product is not None and outer in self.depends and all(arg in self.depends for arg in self._products[product]):
                 # attention without a softmax; which of the three is the query does not show
-                self._found(Attention(node, tuple(("qkv", operand) for operand in (*self._products[product], outer)), False))
-                return {node: Via()}
+                return self._found(Attention(node, tuple(("qkv", operand) for operand in (*self._products[product], outer)), False))
         scores = self._scores_in(node)
         if not scores or all(operand in self.depends for operand in operands):  # else constants mix the heads
             self._products[node] = (left, right)
@@ -259,7 +253,7 @@ class Dataflow:
     def _reads_states(self, query: Node, states: Node) -> bool:
         """Whether linears made the states from what the latest attention summed up, and the query comes from what entered it too."""
         before = ops.reached(self.flows[states], lambda origin: self.flows[self.calls[origin].source] if origin in self.calls else ())
-        latest = [each for each in self.attentions[-1:] if each.output in before]
+        latest = [each for each in [*self.attentions.values()][-1:] if each.output in before]
         return any(self.flows[query] and self._feeds(self.flows[query], each) for each in latest)
 
     def _is_one_row(self, query: Node) -> bool:
@@ -270,11 +264,11 @@ class Dataflow:
         return all((1, *(ops.shape_of(node) or ()))[:-1][-1] <= 1 for node in before if node in self._trace.parameters)
 
     def _holds_attention(self, node: Node) -> bool:
-        return any(origin in self.outputs for origin in self.flows[node])
+        return any(origin in self.attentions for origin in self.flows[node])
 
-    def _found(self, attention: Attention) -> None:
-        self.attentions.append(attention)
-        self.outputs[attention.output] = attention
+    def _found(self, attention: Attention) -> Flow:
+        self.attentions[attention.output] = attention
+        return {attention.output: Via()}
 
     def _scores_in(self, node: Node) -> Flow:
         """Attention scores stay attention scores through a layer that mixes their heads: it sees them whole, with axes permuted."""

@@ -37,7 +37,7 @@ def split_of(call: Call, dataflow: Dataflow, feed_forward: Iterable[Node] = ()) 
 
     ``feed_forward``: inputs of linears that make ``call`` the first linear of a feed-forward block as well (``"ffn"``).
     """
-    sinks = [(name, node) for attention in dataflow.attentions for name, node in attention.operands]
+    sinks = [(name, node) for attention in dataflow.attentions.values() for name, node in attention.operands]
     sinks += [("ffn", node) for node in feed_forward]
     sinks = [(name, node) for name, node in sinks if call.node in dataflow.flows[node]]
     path = _path(call.node, {node for _, node in sinks}, dataflow)

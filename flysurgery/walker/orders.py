@@ -200,7 +200,7 @@ def _attentions(seen: Survey, targets: Sequence[Target]) -> list[Shared]:
     calls = seen.dataflow.calls
     known = {target.fqn: target for target in targets}
     met: dict[tuple[str, ...], list[Attention]] = {}
-    for attention in seen.dataflow.attentions:
+    for attention in seen.dataflow.attentions.values():
         origins = [origin for _, operand in attention.operands for origin in seen.dataflow.flows[operand] if origin in calls]
         linears = tuple(dict.fromkeys(calls[origin].fqn for origin in origins))
         if linears:

@@ -21,10 +21,10 @@ class _Judge:
         self.depends = dataflow.depends
         self.sums = dataflow.sums
         self.calls = dataflow.calls
-        self.by_output = dataflow.outputs
+        self.by_output = dataflow.attentions
         self.entered: dict[Node, list[Attention]] = {}
         self.scores: set[Node] = set()
-        for attention in dataflow.attentions:
+        for attention in dataflow.attentions.values():
             self.scores |= attention.scores
             for _, operand in attention.operands:
                 for origin in self.flows[operand]:
