@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +96,7 @@ class Step(ExitStack):
 
 
 Progress = Callable[[int, int, str], None]
-"""Called with the number of updates done, their total, and a short text on the error."""
+"""Called after each step with the number done, the number of all, and a short text: a layer's name, or the error."""
 
 RISING = 0.05
 """Share of the updates in which the rate grows."""
@@ -126,9 +125,6 @@ class Reconstruction:
     batch: int
     seconds: float
     history: tuple[tuple[int, float], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def reconstruct(

@@ -10,7 +10,7 @@ from torch import nn
 
 from flysurgery.calibration import Data, samples_of
 from flysurgery.errors import OptionError, SurgeryError
-from flysurgery.fidelity import Settings, measure_fidelity
+from flysurgery.fidelity import Progress, Settings, measure_fidelity
 from flysurgery.fidelity import reconstruct as reconstruct_blocks
 from flysurgery.surgery.change import (
     build_empty,
@@ -25,7 +25,7 @@ from flysurgery.surgery.change import (
 )
 from flysurgery.surgery.check import check_plan, check_runs, check_weights, example_of
 from flysurgery.surgery.plan import ExampleInput, Plan
-from flysurgery.surgery.projecting import Progress, project_calibrated_layers, project_layers
+from flysurgery.surgery.projecting import project_calibrated_layers, project_layers
 from flysurgery.surgery.report import Report, Row
 from flysurgery.walker import Cut, find_cuts, shadow, survey
 

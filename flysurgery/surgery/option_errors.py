@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from flysurgery.calibration import Data, collect, samples_of, sensitivities, watched
 from flysurgery.errors import DataError
+from flysurgery.fidelity import Progress
 from flysurgery.patterns import Architecture, family_of
 from flysurgery.projection import Fitted, Metric, Moments, OutputError, metric_of, output_error, product_of, project, workers
 from flysurgery.surgery.change import Dense, changing, matrix_of, prepare
 from flysurgery.surgery.plan import LayerPlan, Part, Plan, Reason
-from flysurgery.surgery.projecting import NO_ERROR, Progress, fit_products, naming
+from flysurgery.surgery.projecting import NO_ERROR, fit_products, naming
 
 LEAST_SAMPLES = 3
 

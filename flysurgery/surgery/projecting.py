@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flysurgery.calibration import Inputs, Samples, inputs_of
 from flysurgery.errors import ProjectionError
+from flysurgery.fidelity import Progress
 from flysurgery.patterns import Architecture
 from flysurgery.projection import (
     FitProblem,
@@ -37,9 +38,6 @@ from flysurgery.surgery.permuting import permute as permute_features
 from flysurgery.surgery.permuting import shared_features
 from flysurgery.surgery.plan import LayerPlan, Part, Plan
 from flysurgery.surgery.report import Permutation, ReportCalibration, Row, RowCalibration
-
-Progress = Callable[[int, int, str], None]
-"""Called after each projection with the number done, the number of all, and the layer's name."""
 
 NO_ERROR = OutputError(0.0, 0.0)
 
