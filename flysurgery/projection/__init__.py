@@ -22,4 +22,4 @@ from flysurgery.projection.project import project as project
 from flysurgery.projection.project import random_start as random_start
 from flysurgery.projection.side_by_side import FitProblem as FitProblem
 from flysurgery.projection.side_by_side import fit_side_by_side as fit_side_by_side
-from flysurgery.projection.workers import workers as workers
+from flysurgery.projection.side_by_side import workers as workers

@@ -14,9 +14,8 @@ from flysurgery.factors import factor_to_dense
 from flysurgery.patterns import Architecture
 from flysurgery.projection.block_cycling import SWEEPS, Fitted
 from flysurgery.projection.grid import Classes, Grid
-from flysurgery.projection.side_by_side import FitProblem, fit_side_by_side
+from flysurgery.projection.side_by_side import FitProblem, fit_side_by_side, workers
 from flysurgery.projection.two_factor import two_factor
-from flysurgery.projection.workers import workers
 
 SHARES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.0)
 """Of the directions of each class, those that count, round by round. All of them nearly hold the features that they were fitted to, which

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -12,12 +14,33 @@ from torch import Tensor
 
 from flysurgery.patterns import Architecture, family_of
 from flysurgery.projection.block_cycling import SWEEPS, Fitted, cycle_together, low_ranks
-from flysurgery.projection.workers import workers
 
 T = TypeVar("T")
 
+MAX_WORKERS = 8
+"""Layers at work at once; each holds several copies of its weight in float64."""
+
 TOGETHER_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 """Of matrices that are worked on together; on a CPU larger ones gain nothing by it, on a GPU small ones keep it waiting."""
+
+
+@contextmanager
+def workers() -> Iterator[ThreadPoolExecutor]:
+    """A pool of threads, each with one BLAS thread; jobs that have not begun when it ends are dropped.
+
+    Blocks of layers are too small to share among BLAS threads, which costs twice the processor time and, on a busy machine, many
+    times the wall time. PyTorch loads its CUDA linear algebra with the first call that needs it, and fails if several threads
+    make that call at once; so this thread makes one beforehand where CUDA is in use.
+    """
+    if torch.cuda.is_initialized():
+        torch.linalg.cholesky(torch.eye(1, device="cuda"))
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(min(threads, MAX_WORKERS), initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

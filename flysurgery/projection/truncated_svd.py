@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-from flysurgery.projection.workers import every_core
 
 SMALLEST_TRUSTED_RATIO = 1e-3
 """A Gram matrix squares the singular values: with ``s_r >= 1e-3 * s_1`` the relative error stays near 1e-13 in float64."""
@@ -71,12 +72,22 @@ def _leading_eigenvectors(
     PyTorch solves the matrices of a batch one after the other, on a GPU too. So those on a GPU are shared out to all cores of the host.
     """
     if matrices.is_cuda:
-        pool, cores = every_core()
+        pool, cores = _every_core()
         shares = matrices.cpu().chunk(cores)
         found = pool.map(_eigenvectors, shares, [kept] * len(shares))
         return torch.cat(list(found)).to(matrices.device)
     with _one_thread():
         return _eigenvectors(matrices, kept)
+
+
+@cache
+def _every_core() -> tuple[ThreadPoolExecutor, int]:
+    """A pool with as many threads as this process may use cores, each with one BLAS thread, and their number.
+
+    It is for jobs of milliseconds that wait for no other, and lasts as long as the process.
+    """
+    size = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ThreadPoolExecutor(size, initializer=torch.set_num_threads, initargs=(1,)), size
 
 
 def _eigenvectors(matrices: Tensor, kept: int) -> Tensor:

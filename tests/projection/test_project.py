@@ -24,8 +24,8 @@ from flysurgery.patterns import (
     square_dyadic,
 )
 from flysurgery.projection import project
+from flysurgery.projection.side_by_side import workers
 from flysurgery.projection.truncated_svd import truncated_svd
-from flysurgery.projection.workers import workers
 from tests.patterns.brute_force import support
 from tests.patterns.strategies import chainable, pairs, patterns
 from tests.projection.oracle import EXACT, best_error, dense_factor, dense_product, random_matrix, random_product
