@@ -1,47 +1,31 @@
 """From a model to a plan, from a plan to a converted model with its report, and back to dense."""
 
-from flysurgery.surgery.allocation import PLACEHOLDER as PLACEHOLDER
-from flysurgery.surgery.allocation import Allocation as Allocation
-from flysurgery.surgery.allocation import Picks as Picks
-from flysurgery.surgery.allocation import allocate as allocate
-from flysurgery.surgery.allocation import check_budget as check_budget
-from flysurgery.surgery.allocation import convert_to_fidelity as convert_to_fidelity
-from flysurgery.surgery.allocation import named_candidates as named_candidates
-from flysurgery.surgery.allocation import prepare as prepare
-from flysurgery.surgery.apply import apply as apply
-from flysurgery.surgery.apply import check_calibration as check_calibration
-from flysurgery.surgery.apply import densify as densify
-from flysurgery.surgery.apply import install as install
-from flysurgery.surgery.apply import sample_shape as sample_shape
-from flysurgery.surgery.base import ENTRY_POINT as ENTRY_POINT
-from flysurgery.surgery.base import QUANT_METHOD as QUANT_METHOD
-from flysurgery.surgery.base import classes_of as classes_of
-from flysurgery.surgery.base import find_base as find_base
-from flysurgery.surgery.base import is_of_transformers as is_of_transformers
-from flysurgery.surgery.base import quantization_entry as quantization_entry
-from flysurgery.surgery.base import transformers_arguments as transformers_arguments
-from flysurgery.surgery.change import STANDS_FOR as STANDS_FOR
-from flysurgery.surgery.change import is_optimized as is_optimized
-from flysurgery.surgery.change import plan_of as plan_of
-from flysurgery.surgery.choices import Measurement as Measurement
-from flysurgery.surgery.choices import TimedChoice as TimedChoice
-from flysurgery.surgery.choices import TimedGroup as TimedGroup
-from flysurgery.surgery.choices import Tradeoff as Tradeoff
-from flysurgery.surgery.plan import ExampleInput as ExampleInput
-from flysurgery.surgery.plan import LayerPlan as LayerPlan
-from flysurgery.surgery.plan import Part as Part
-from flysurgery.surgery.plan import Plan as Plan
-from flysurgery.surgery.plan import Reason as Reason
-from flysurgery.surgery.planning import count_samples as count_samples
-from flysurgery.surgery.planning import plan as plan
-from flysurgery.surgery.report import Report as Report
-from flysurgery.surgery.report import Row as Row
-from flysurgery.surgery.report import block_errors as block_errors
-from flysurgery.surgery.report import fidelity_rows as fidelity_rows
-from flysurgery.surgery.report import measures as measures
-from flysurgery.surgery.serial import as_json as as_json
-from flysurgery.surgery.tables import blocks_of_text as blocks_of_text
-from flysurgery.surgery.tables import changes_table as changes_table
-from flysurgery.surgery.tables import grouped as grouped
-from flysurgery.surgery.tables import layer_table as layer_table
-from flysurgery.surgery.tables import text_table as text_table
+from flysurgery.surgery.allocation import (
+    PLACEHOLDER,
+    Allocation,
+    Picks,
+    allocate,
+    check_budget,
+    convert_to_fidelity,
+    named_candidates,
+    prepare,
+)
+from flysurgery.surgery.apply import apply, check_calibration, densify, install, sample_shape
+from flysurgery.surgery.base import (
+    ENTRY_POINT,
+    QUANT_METHOD,
+    classes_of,
+    find_base,
+    is_of_transformers,
+    quantization_entry,
+    transformers_arguments,
+)
+from flysurgery.surgery.change import STANDS_FOR, is_optimized, plan_of
+from flysurgery.surgery.choices import Measurement, TimedChoice, TimedGroup, Tradeoff
+from flysurgery.surgery.plan import ExampleInput, LayerPlan, Part, Plan, Reason
+from flysurgery.surgery.planning import count_samples, plan
+from flysurgery.surgery.report import Report, Row, block_errors, fidelity_rows, measures
+from flysurgery.surgery.serial import as_json
+from flysurgery.surgery.tables import blocks_of_text, changes_table, grouped, layer_table, text_table
+
+__all__ = ["Plan", "Report", "apply", "densify", "install", "plan"]

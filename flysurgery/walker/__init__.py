@@ -1,40 +1,14 @@
 """Where: find the linears of a model by dataflow, with their roles and the obstacles to replacing them. Knows no butterflies."""
 
-from flysurgery.walker.attention import SeparateAttention as SeparateAttention
-from flysurgery.walker.attention import modules_with_separated as modules_with_separated
-from flysurgery.walker.attention import separated as separated
-from flysurgery.walker.attention import separating as separating
-from flysurgery.walker.cuts import Cut as Cut
-from flysurgery.walker.cuts import find_cuts as find_cuts
-from flysurgery.walker.example import EXAMPLE_BATCH as EXAMPLE_BATCH
-from flysurgery.walker.example import Example as Example
-from flysurgery.walker.example import example_input as example_input
-from flysurgery.walker.example import positional as positional
-from flysurgery.walker.linears import CONVOLUTIONS as CONVOLUTIONS
-from flysurgery.walker.linears import Call as Call
-from flysurgery.walker.operations import is_in_place as is_in_place
-from flysurgery.walker.operations import name_of as name_of
-from flysurgery.walker.operations import shape_of as shape_of
-from flysurgery.walker.orders import HEADS as HEADS
-from flysurgery.walker.orders import HIDDEN_UNITS as HIDDEN_UNITS
-from flysurgery.walker.orders import QUERY_KEY as QUERY_KEY
-from flysurgery.walker.orders import VALUE as VALUE
-from flysurgery.walker.orders import Member as Member
-from flysurgery.walker.orders import Shared as Shared
-from flysurgery.walker.orders import Trial as Trial
-from flysurgery.walker.orders import find_shared as find_shared
-from flysurgery.walker.select import block_names as block_names
-from flysurgery.walker.select import select as select
-from flysurgery.walker.target import ROLES as ROLES
-from flysurgery.walker.target import Obstacle as Obstacle
-from flysurgery.walker.target import Role as Role
-from flysurgery.walker.target import Slice as Slice
-from flysurgery.walker.target import Switch as Switch
-from flysurgery.walker.target import Target as Target
-from flysurgery.walker.target import module_obstacles as module_obstacles
-from flysurgery.walker.trace import run_fake as run_fake
-from flysurgery.walker.trace import shadow as shadow
-from flysurgery.walker.walk import Survey as Survey
-from flysurgery.walker.walk import survey as survey
-from flysurgery.walker.walk import targets_of as targets_of
-from flysurgery.walker.walk import walk as walk
+from flysurgery.walker.attention import SeparateAttention, modules_with_separated, separated, separating
+from flysurgery.walker.cuts import Cut, find_cuts
+from flysurgery.walker.example import EXAMPLE_BATCH, Example, example_input, positional
+from flysurgery.walker.linears import CONVOLUTIONS, Call
+from flysurgery.walker.operations import is_in_place, name_of, shape_of
+from flysurgery.walker.orders import HEADS, HIDDEN_UNITS, QUERY_KEY, VALUE, Member, Shared, Trial, find_shared
+from flysurgery.walker.select import block_names, select
+from flysurgery.walker.target import ROLES, Obstacle, Role, Slice, Switch, Target, module_obstacles
+from flysurgery.walker.trace import run_fake, shadow
+from flysurgery.walker.walk import Survey, survey, targets_of, walk
+
+__all__ = ["Target", "example_input", "walk"]
