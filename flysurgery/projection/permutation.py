@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -28,13 +28,14 @@ QUICK_SWEEPS = 2
 class Side:
     """One matrix, float64, with the architecture that it gets and the metric of its inputs.
 
-    The features that move are its rows, or, if ``columns``, its columns, and then also those of ``gram``.
+    The features that move are its rows, or, if ``columns``, its columns, and then also those of ``gram``. ``name`` is for the caller.
     """
 
     matrix: Tensor
     architecture: Architecture
     gram: Tensor
     columns: bool = False
+    name: str = ""
 
     @property
     def classes(self) -> Classes:
@@ -51,8 +52,8 @@ class Side:
         """The side with feature ``order[i]`` at place i."""
         index = order.to(self.gram.device)
         if not self.columns:
-            return Side(self.matrix[index], self.architecture, self.gram)
-        return Side(self.matrix[:, index], self.architecture, self.gram[index][:, index], columns=True)
+            return replace(self, matrix=self.matrix[index])
+        return replace(self, matrix=self.matrix[:, index], gram=self.gram[index][:, index])
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,22 @@ from flysurgery.calibration import Data, collect, samples_of, sensitivities, wat
 from flysurgery.errors import DataError
 from flysurgery.fidelity import Progress
 from flysurgery.patterns import Architecture, family_of
-from flysurgery.projection import Fitted, Metric, Moments, OutputError, metric_of, output_error, product_of, project, workers
+from flysurgery.projection import (
+    FitProblem,
+    Fitted,
+    Metric,
+    Moments,
+    OutputError,
+    fit_side_by_side,
+    metric_of,
+    output_error,
+    product_of,
+    project,
+    workers,
+)
 from flysurgery.surgery.change import Dense, changing, matrix_of, prepare
 from flysurgery.surgery.plan import LayerPlan, Part, Plan, Reason
-from flysurgery.surgery.projecting import NO_ERROR, fit_products, naming
+from flysurgery.surgery.projecting import NO_ERROR, naming
 
 LEAST_SAMPLES = 3
 
@@ -158,14 +170,15 @@ def _calibrated(matrices: Sequence[_Matrix], seen: Seen) -> _Found:
         matrix, _, architecture = fitted[number]
         metric = seen.metrics[matrix.fqn]
         weight = matrix.weight.to(metric.gram)
-        product = product_of(project(matrix.weight, architecture)).to(weight) if found is None else found.product
+        with naming(matrix.fqn):
+            product = product_of(project(matrix.weight, architecture)).to(weight) if found is None else found.product
         shift = None if metric.mean is None else (weight - product) @ metric.mean
         return weighted(matrix, output_error(weight, product, shift, seen.moments[matrix.fqn], references[matrix]).squared)
 
     for matrix, index, architecture in options:
         if architecture is None:
             yield matrix, index, weighted(matrix, 0.0)
-    problems = [(matrix.fqn, matrix.weight, architecture) for matrix, _, architecture in fitted]
-    for number, loss in fit_products(problems, seen.metrics, finish):
+    problems = [FitProblem(matrix.weight, architecture, seen.metrics[matrix.fqn].gram) for matrix, _, architecture in fitted]
+    for number, loss in fit_side_by_side(problems, finish):
         matrix, index, _ = fitted[number]
         yield matrix, index, loss

@@ -67,25 +67,22 @@ class Permuted:
         """Reorder shared features that have no linear in common, and give the outcome of each."""
         outcomes: dict[int, Permutation] = {}
         searches: dict[int, Sharing] = {}
-        names: dict[int, list[list[str]]] = {}
         for number, shared in together.items():
-            sides = [[(member.fqn, side) for member in kind.members for side in self._sides(member)] for kind in shared.kinds]
-            if any(sides):
-                names[number] = [[fqn for fqn, _ in of_kind] for of_kind in sides]
-                features = [
-                    Features(kind.members[0].size, tuple(side for _, side in of_kind), kind.free)
-                    for kind, of_kind in zip(shared.kinds, sides, strict=True)
-                ]
+            features = []
+            for kind in shared.kinds:
+                sides = tuple(side for member in kind.members for side in self._sides(member))
+                features.append(Features(kind.members[0].size, sides, kind.free))
+            if any(each.sides for each in features):
                 searches[number] = Sharing(tuple(features), shared.groups, shared.swap_groups)
             else:
                 outcomes[number] = Permutation(shared.what, shared.linears, tied=shared.tied or {shared.what: INDIFFERENT})
-        for number, found in zip(searches, choose_orders(list(searches.values())), strict=True):
+        for (number, search), found in zip(searches.items(), choose_orders(list(searches.values())), strict=True):
             shared = together[number]
             if found.lowers:
                 for kind, order in zip(shared.kinds, found.orders, strict=True):
                     for member in kind.members:
                         self._reorder(member, order)
-            outcomes[number] = Permutation(shared.what, shared.linears, self._layer_errors(names[number], found), found.lowers, shared.tied)
+            outcomes[number] = Permutation(shared.what, shared.linears, self._layer_errors(search, found), found.lowers, shared.tied)
         return outcomes
 
     def _linear(self, fqn: str) -> nn.Linear:
@@ -99,7 +96,7 @@ class Permuted:
         found = []
         for rows, architecture in _architectures(self._layers[member.fqn], member) or ():
             metric = metric_of(self.inputs[member.fqn].fit, bias=linear.bias is not None)
-            side = Side(linear.weight.detach()[rows].to(metric.gram), architecture, metric.gram, member.columns)
+            side = Side(linear.weight.detach()[rows].to(metric.gram), architecture, metric.gram, member.columns, member.fqn)
             found += [] if side.is_indifferent else [side]
         return found
 
@@ -112,12 +109,12 @@ class Permuted:
         if given is not None and member.columns:
             self.inputs[member.fqn] = Inputs(given.fit.permuted(whole), given.held_out.permuted(whole))
 
-    def _layer_errors(self, names: Sequence[Sequence[str]], found: Orders) -> tuple[PermutedLayer, ...]:
-        """For each layer the root of the mean square of its products' relative errors; ``names`` are those of each kind's sides."""
+    def _layer_errors(self, search: Sharing, found: Orders) -> tuple[PermutedLayer, ...]:
+        """For each layer the root of the mean square of its products' relative errors."""
         squares: dict[str, list[tuple[float, float]]] = {}
-        for of_kind, before, after in zip(names, found.before, found.after, strict=True):
-            for name, old, new in zip(of_kind, before, after, strict=True):
-                squares.setdefault(name, []).append((old, new))
+        for features, before, after in zip(search.features, found.before, found.after, strict=True):
+            for side, old, new in zip(features.sides, before, after, strict=True):
+                squares.setdefault(side.name, []).append((old, new))
         return tuple(
             PermutedLayer(fqn, self._layers[fqn].role, *(sqrt(sum(each) / len(each)) for each in zip(*pairs, strict=True)))
             for fqn, pairs in squares.items()

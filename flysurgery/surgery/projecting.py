@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
 from time import perf_counter
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,9 @@ from torch import Tensor, nn
 from flysurgery.calibration import Inputs, Samples, inputs_of
 from flysurgery.errors import ProjectionError
 from flysurgery.fidelity import Progress
-from flysurgery.patterns import Architecture
 from flysurgery.projection import (
     FitProblem,
     Fitted,
-    Metric,
     Moments,
     OutputError,
     Projection,
@@ -40,8 +37,6 @@ from flysurgery.surgery.plan import LayerPlan, Part, Plan
 from flysurgery.surgery.report import Permutation, ReportCalibration, Row, RowCalibration
 
 NO_ERROR = OutputError(0.0, 0.0)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -149,22 +144,6 @@ def _blocks(layers: tuple[LayerPlan, ...]) -> list[tuple[LayerPlan, ...]]:
     return [tuple(block) for block in blocks.values()]
 
 
-def fit_products(
-    matrices: Sequence[tuple[str, Tensor, Architecture]], metrics: Mapping[str, Metric], finish: Callable[[int, Fitted | None], T]
-) -> Iterator[tuple[int, T]]:
-    """``fit_side_by_side`` for matrices of layers, whose names are the keys of ``metrics``.
-
-    Raises:
-        ProjectionError: a matrix that cannot be projected; the message names the layer.
-    """
-
-    def named(number: int, fitted: Fitted | None) -> T:
-        with naming(matrices[number][0]):
-            return finish(number, fitted)
-
-    return fit_side_by_side([FitProblem(weight, architecture, metrics[fqn].gram) for fqn, weight, architecture in matrices], named)
-
-
 @contextmanager
 def naming(fqn: str) -> Iterator[None]:
     """Let a ``ProjectionError`` name the layer."""
@@ -194,21 +173,22 @@ def _fitted(
 ) -> Iterator[tuple[int, PartFit]]:
     layers = dict.fromkeys(layer for layer, _ in parts)
     metrics = {layer.fqn: metric_of(inputs[layer.fqn].fit, bias=dense[layer.fqn].bias is not None) for layer in layers}
-    numbers, matrices = [], []
+    numbers, problems = [], []
     for number, (layer, part) in enumerate(parts):
         weight = matrix_of(dense[layer.fqn], part)
         if part.architecture is not None:
             numbers.append(number)
-            matrices.append((layer.fqn, weight, part.architecture))
+            problems.append(FitProblem(weight, part.architecture, metrics[layer.fqn].gram))
         else:
             error = _error(weight, weight, None, inputs[layer.fqn].held_out)
             yield number, PartFit(error=error, plain=error)
 
     @torch.no_grad()
     def finish(position: int, fitted: Fitted | None) -> PartFit:
-        fqn, weight, architecture = matrices[position]
+        fqn, weight, architecture = parts[numbers[position]][0].fqn, problems[position].weight, problems[position].architecture
         started, held_out = perf_counter(), inputs[fqn].held_out
-        found = calibrated_projection(weight, architecture, metrics[fqn], fitted)
+        with naming(fqn):
+            found = calibrated_projection(weight, architecture, metrics[fqn], fitted)
         product = product_of(found.projection)
         error = _error(weight, product, found.shift, held_out)
         plain = error if found.reason else _error(weight, product_of(project(weight, architecture)), None, held_out, error.reference)
@@ -221,7 +201,7 @@ def _fitted(
             note=found.reason,
         )
 
-    for position, fit in fit_products(matrices, metrics, finish):
+    for position, fit in fit_side_by_side(problems, finish):
         yield numbers[position], fit
 
 
