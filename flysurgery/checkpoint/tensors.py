@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flysurgery.errors import CheckpointError, OptionError, first_line
+from flysurgery.errors import CheckpointError, OptionError, raised_as
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -49,11 +49,9 @@ def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 def read_device(device: torch.device | str) -> torch.device:
     """The device of that name, which torch must know and this machine have (OptionError)."""
-    try:
+    with raised_as(OptionError, f"device '{device}' cannot be used on this machine"):
         place = torch.device(device)
         torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise OptionError(f"device '{device}' cannot be used on this machine: {first_line(error)}") from error
     return place
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from flysurgery.calibration import ASPECT, SIDES
-from flysurgery.errors import DataError, first_line
+from flysurgery.errors import DataError, raised_as
 
 _logger = logging.getLogger(__name__)
 
@@ -71,10 +71,8 @@ def labelled_pictures(folder: Path, channels: int, transform: Any = None, *, ski
     """Give the pictures of a folder with one folder for each class; classes are numbered in the order of their names."""
     from torchvision.datasets import ImageFolder
 
-    try:
+    with raised_as(DataError, f"{folder} is no image folder, with one folder of images for each class"):
         found = ImageFolder(folder)
-    except OSError as error:  # torchvision raises this for no folders, and for a folder without images
-        raise DataError(f"{folder} is no image folder, with one folder of images for each class: {first_line(error)}") from error
     return PictureSet(found.samples, partial(read_image, channels=channels), len(found.classes), transform, skips=skips)
 
 
@@ -95,11 +93,8 @@ def image_files(folder: Path) -> list[Path]:
 
 def read_image(path: str | Path, channels: int) -> Image.Image:
     """Read the image in a file, grey or in colours."""
-    try:
-        with Image.open(path) as image:
-            return image.convert("L" if channels == 1 else "RGB")
-    except (OSError, Image.DecompressionBombError) as error:  # PIL's errors for what is no image, or is cut short, are of the first kind
-        raise DataError(f"{path} cannot be read as an image: {first_line(error)}") from error
+    with raised_as(DataError, f"{path} cannot be read as an image"), Image.open(path) as image:
+        return image.convert("L" if channels == 1 else "RGB")
 
 
 def read_many(read: Callable[[Item], Tensor], items: Iterable[Item]) -> Iterator[Tensor | DataError]:
