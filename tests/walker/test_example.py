@@ -61,8 +61,8 @@ def build(name: str, device: str = "cpu", **entries: Any) -> Any:
         (lambda: timm.create_model("vit_tiny_patch16_384", depth=1), (3, 384, 384)),
         (lambda: timm.create_model("vit_tiny_patch16_224", depth=1, img_size=(32, 64), in_chans=1), (1, 32, 64)),
         (lambda: timm.create_model("swin_tiny_patch4_window7_224", img_size=64, window_size=4, in_chans=4), (4, 64, 64)),
-        (lambda: timm.create_model("coat_tiny", img_size=64), (3, 64, 64)),
-        (lambda: timm.create_model("tresnet_m"), (3, 224, 224)),  # whose first convolution takes 48 channels, made of pixels
+        (lambda: timm.create_model("coat_tiny", img_size=64, serial_depths=[1] * 4, parallel_depth=1), (3, 64, 64)),
+        (lambda: timm.create_model("tresnet_m", layers=(1, 1, 1, 1)), (3, 224, 224)),  # whose first convolution takes 48 channels
         (lambda: vit_pytorch("vit:ViT", image_size=(32, 48)), (3, 32, 48)),
         (lambda: vit_pytorch("simple_vit:SimpleViT", image_size=40, channels=2), (2, 40, 40)),
         (lambda: vit_pytorch("vit_1d:ViT", seq_len=64), (3, 64)),

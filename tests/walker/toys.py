@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flysurgery.walker import Target, walk
+from flysurgery.walker import Target
 from tests.support.composed import Composed
 
 WIDTH, HEADS, TOKENS, BATCH = 24, 3, 5, 2
@@ -60,18 +60,20 @@ class WrittenOutAttention(Composed):
         return self.four(merged(self.step(self, heads(self.one(x)), heads(self.two(x)), heads(self.three(x)))))
 
 
-def named(model: nn.Module, example: Any = None) -> dict[str, Target]:
-    """The targets by their names."""
-    return {target.fqn: target for target in walk(model, example)}
+Targets = Iterable[Target]
 
 
-def roles(model: nn.Module, example: Any = None) -> dict[str, str]:
-    return {target.fqn: target.role for target in walk(model, example)}
+def named(targets: Targets) -> dict[str, Target]:
+    return {target.fqn: target for target in targets}
 
 
-def codes(model: nn.Module, example: Any = None) -> dict[str, tuple[str, ...]]:
+def roles(targets: Targets) -> dict[str, str]:
+    return {target.fqn: target.role for target in targets}
+
+
+def codes(targets: Targets) -> dict[str, tuple[str, ...]]:
     """The reasons against each target that has some."""
-    return {target.fqn: tuple(each.code for each in target.obstacles) for target in walk(model, example) if target.obstacles}
+    return {target.fqn: tuple(each.code for each in target.obstacles) for target in targets if target.obstacles}
 
 
 class MisnamedMlp(nn.Module):
