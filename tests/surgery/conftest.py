@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from flysurgery.factors import factors_to_dense
 from flysurgery.projection import project
 from flysurgery.surgery import Plan, plan
 from flysurgery.surgery.check import check_plan
+from flysurgery.walker import walk
 
+Planned = Callable[..., Plan]
 TINY: dict[str, Any] = {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 2}
 WIDTH = 64
 PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 5 + [True]])
@@ -52,9 +55,15 @@ def vit(_vit: nn.Module) -> nn.Module:
 
 
 @pytest.fixture(scope="session")
-def vit_plan(_vit: nn.Module) -> Plan:
+def planned(_vit: nn.Module) -> Planned:
+    """``plan`` of ``vit``, which is traced once."""
+    return partial(plan, _vit, targets=walk(_vit))
+
+
+@pytest.fixture(scope="session")
+def vit_plan(planned: Planned) -> Plan:
     """The default plan of ``vit``: q, k, v, fc1 and fc2 of both blocks, Monarch of 4 blocks."""
-    return plan(_vit)
+    return planned()
 
 
 @pytest.fixture(scope="session")

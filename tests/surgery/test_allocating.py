@@ -19,9 +19,9 @@ from flysurgery.factors import factors_to_dense
 from flysurgery.inference import convert
 from flysurgery.patterns import low_rank, monarch
 from flysurgery.projection import project
-from flysurgery.surgery import Plan, allocate, apply, plan
+from flysurgery.surgery import Plan, allocate, apply
 from flysurgery.surgery.allocation import cost_of, hull_points, least_error
-from tests.surgery.conftest import unchanged
+from tests.surgery.conftest import Planned, unchanged
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def test_the_weights_keep_to_the_budget_and_the_prediction_is_what_apply_measure
 
 
 @torch.no_grad()
-def test_each_family_wins_where_the_weights_are_of_it_and_one_sentence_says_so(vit: nn.Module) -> None:
-    only = plan(vit, "lowrank", include="mlp")
+def test_each_family_wins_where_the_weights_are_of_it_and_one_sentence_says_so(vit: nn.Module, planned: Planned) -> None:
+    only = planned("lowrank", include="mlp")
     for layer in only.replaced:
         made = low_rank(256, 64, 16) if layer.role == "ffn_in" else monarch(64, 256, 4)
         weight = vit.get_parameter(f"{layer.fqn}.weight")
@@ -72,9 +72,9 @@ def test_each_family_wins_where_the_weights_are_of_it_and_one_sentence_says_so(v
     assert tradeoff.sentence.startswith(start) and str(tradeoff).endswith(tradeoff.sentence)
 
 
-def test_what_apply_holds_out_has_no_part_in_the_choice(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
+def test_what_apply_holds_out_has_no_part_in_the_choice(vit: nn.Module, vit_plan: Plan, planned: Planned, many: Tensor) -> None:
     assert allocate(vit_plan, vit, budget=0.4, calibrate=many[:3])[1].judged_on == 1
-    many, only = many[:50], plan(vit, include=r"blocks.1.mlp")
+    many, only = many[:50], planned(include=r"blocks.1.mlp")
     made, tradeoff = allocate(only, vit, budget=0.3, calibrate=many)
     assert tradeoff.judged_on == 8
     others = many.clone()
@@ -147,7 +147,7 @@ def test_choices_keep_to_their_bound_and_lie_between_the_hull_and_the_best_of_al
 def test_a_fidelity_gets_as_few_weights_as_reach_it(vit: nn.Module, many: Tensor) -> None:
     sizes = []
     for goal in (0.9, 0.97):
-        report = convert(copy.deepcopy(vit), fidelity=goal, calibrate=many[:20], sequential=True)
+        report = convert(copy.deepcopy(vit), fidelity=goal, calibrate=many[:20], sequential=True, include="mlp")
         assert report.fidelity.lowest_cosine >= goal
         sizes.append(report.tradeoff.chosen.share)
     assert sizes[0] < sizes[1] < 0.95
@@ -167,7 +167,11 @@ def test_a_fidelity_gets_as_few_weights_as_reach_it(vit: nn.Module, many: Tensor
         ({"fidelity": 0.9, "nblocks": 8, "calibrate": 4}, OptionError, "so nblocks cannot be given"),
         ({"fidelity": 0.9, "per_layer": {"mlp": "dense"}, "calibrate": 4}, OptionError, "so per_layer cannot be given"),
         ({"fidelity": 0.9}, OptionError, "fidelity needs data to calibrate with"),
-        ({"fidelity": 1 - 1e-9, "calibrate": 10}, PlanError, r"reaches a cosine of 1; the closest has 0\.\d{4}; give --reconstruct"),
+        (
+            {"fidelity": 1 - 1e-9, "calibrate": 10, "include": "mlp"},
+            PlanError,
+            r"reaches a cosine of 1; the closest has 0\.\d{4}; give --reconstruct",
+        ),
     ],
 )
 def test_what_cannot_be_reached_or_looked_for_is_one_sentence(

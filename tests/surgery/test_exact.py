@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ import flysurgery
 from flysurgery.errors import PlanError
 from flysurgery.inference import convert
 from flysurgery.layers import ButterflyLinear
-from flysurgery.surgery import Plan, apply, densify, plan
+from flysurgery.surgery import ExampleInput, Plan, apply, densify, plan
+from flysurgery.walker import walk
 from tests.support.composed import Composed
 from tests.support.models import TRUNK, VIT_PYTORCH, is_close
 from tests.surgery.conftest import PADDING, TINY, WIDTH, encoder, make_exact, torchvision_vit, unchanged
@@ -103,6 +106,15 @@ MODELS: dict[str, tuple[Make, Any, dict[str, Any]]] = {
         ALL,
     ),
 }
+
+
+@cache
+def planned(name: str) -> Plan:
+    """The plan of one of these, by way of JSON."""
+    make, inputs, options = MODELS[name]
+    return Plan.from_json(plan(make().double(), example=inputs, **options).to_json())
+
+
 FAST_PATHS = ("torchvision", "encoder", "encoder, norms first, tokens first", "decoder", "keys of another size")
 """Models of ``nn.MultiheadAttention``, which goes other ways in training."""
 
@@ -126,12 +138,11 @@ def with_gradients(model: nn.Module, inputs: Any, kept: list[str]) -> list[Tenso
     ("name", "training"), [*((name, False) for name in MODELS), *((name, True) for name in FAST_PATHS)], ids=lambda each: str(each)
 )
 def test_products_that_are_exact_keep_outputs_and_gradients(name: str, training: bool) -> None:
-    make, inputs, options = MODELS[name]
+    made, (make, inputs, _) = planned(name), MODELS[name]
     torch.manual_seed(5)
     model = make().double()
     for parameter in model.parameters():  # some heads and biases start at zero
         parameter.data.add_(0.05 * torch.randn_like(parameter))
-    made = Plan.from_json(plan(model, example=inputs, **options).to_json())
     make_exact(made, model)
     model.train(training)
     fqns = tuple(f"{layer.fqn}." for layer in made.replaced)
@@ -153,10 +164,9 @@ def test_products_that_are_exact_keep_outputs_and_gradients(name: str, training:
 
 
 def test_a_folder_with_attention_of_torch_is_opened_by_both(tmp_path: Path) -> None:
-    make, inputs, options = MODELS["masks"]
-    model = make().eval()
-    images = {"pixel_values": inputs["pixel_values"].float()}
-    convert(model, example=images, **options)
+    make, inputs, _ = MODELS["masks"]
+    model, images = make().eval(), {"pixel_values": inputs["pixel_values"].float()}
+    apply(replace(planned("masks"), example=(ExampleInput((2, 3, 64, 64), "float32"),)), model)
     assert isinstance(model.get_submodule("model.transformer_module.decoder.layers.0.cross_attn.k"), ButterflyLinear)
     flysurgery.save(model, tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
@@ -167,15 +177,14 @@ def test_a_folder_with_attention_of_torch_is_opened_by_both(tmp_path: Path) -> N
 
 
 def test_padding_reaches_a_converted_encoder_as_nested_tensors_never_do() -> None:
-    model, x = encoder().double(), TOKENS
-    planned = plan(model, example=x, roles=("qkv", "attn_out", "ffn"))
-    make_exact(planned, model)
-    model.eval()
-    assert [switch.attribute for switch in planned.switches] == ["use_nested_tensor"]
+    model, x, made = encoder().double().eval(), TOKENS, planned("encoder")
+    make_exact(made, model)
+    assert [switch.attribute for switch in made.switches] == ["use_nested_tensor"]
+    targets = walk(model, x)
     with torch.no_grad():
         nested = model(x, src_key_padding_mask=PADDING)
         for roles in (None, "ffn", "attn_out"):
-            part = plan(model, roles=roles, example=x, include="layers.1")
+            part = plan(model, roles=roles, example=x, include="layers.1", targets=targets)
             twin = copy.deepcopy(model)
             apply(part, twin)
             valid = ~PADDING
@@ -194,37 +203,25 @@ def test_only_attentions_of_planned_layers_are_taken_apart() -> None:
     assert type(attention.k) is nn.Linear
     sizes = {parameter.untyped_storage().nbytes() for parameter in attention.k.parameters()}
     assert sizes == {4 * WIDTH * WIDTH, 4 * WIDTH}  # nothing keeps the weight of all three
-    only_ffn = torchvision_vit()
-    convert(only_ffn, roles="ffn")
-    assert type(only_ffn.encoder.layers[0].self_attention) is nn.MultiheadAttention
 
 
 def test_after_an_error_the_attentions_are_as_before() -> None:
     model = encoder()
-    planned = plan(model, example=TOKENS.float())
+    made = replace(planned("encoder"), example=(ExampleInput((3, 6, WIDTH), "float32"),))
     handle = model.layers[1].linear1.register_forward_pre_hook(lambda *_: None)
     with unchanged(model), pytest.raises(PlanError, match="it has hooks"):
-        apply(planned, model)
+        apply(made, model)
     handle.remove()
     model.register_forward_hook(lambda *_: 1 / 0)
     with unchanged(model), pytest.raises(flysurgery.FlysurgeryError, match="division by zero"):
-        apply(planned, model)
-
-
-def test_a_folder_names_a_model_of_torchvision(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_layers": 1, "num_heads": 2, "hidden_dim": WIDTH, "mlp_dim": 128}
-    model = torchvision.models.VisionTransformer(**sizes).eval()
-    convert(model, base="torchvision:VisionTransformer", base_args=sizes)
-    flysurgery.save(model, tmp_path / "vit")
-    x = torch.randn(2, 3, 32, 32)
-    assert torch.equal(flysurgery.load(tmp_path / "vit")(x), model(x))
+        apply(made, model)
 
 
 def test_a_parent_that_hands_weights_to_a_function_keeps_its_layers_dense() -> None:
     model = torchvision.models.SwinTransformer(
         patch_size=[4, 4], embed_dim=48, depths=[2], num_heads=[2], window_size=[4, 4], block=SwinTransformerBlockV2
     )
-    planned = plan(model, roles=("qkv", "attn_out", "ffn"), example=torch.zeros(1, 3, 32, 32))
-    assert {layer.role for layer in planned.replaced} == {"ffn_in", "ffn_out"}
-    reasons = {layer.reason.text for layer in planned.layers if layer.role in ("qkv", "attn_out") and layer.reason is not None}
+    made = plan(model, roles=("qkv", "attn_out", "ffn"), example=torch.zeros(1, 3, 32, 32))
+    assert {layer.role for layer in made.replaced} == {"ffn_in", "ffn_out"}
+    reasons = {layer.reason.text for layer in made.layers if layer.role in ("qkv", "attn_out") and layer.reason is not None}
     assert reasons == {"its parent reads the weight, at least in some cases, and does not call the module"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ from flysurgery.errors import OptionError, PatternError, PlanError, SelectionErr
 from flysurgery.patterns import Architecture, low_rank, monarch, named
 from flysurgery.surgery import ExampleInput, LayerPlan, Part, Plan, Reason, apply, densify, plan
 from flysurgery.surgery.base import find_base
-from flysurgery.walker import Switch
+from flysurgery.walker import Switch, walk
 from tests.support.composed import Composed
-from tests.surgery.conftest import TINY, unchanged
+from tests.surgery.conftest import TINY, Planned, unchanged
 
 SQUARE = Architecture.of((1, 16, 4, 2), (2, 4, 16, 1))  # 32x32, 256 weights
 UP = Architecture.of((1, 32, 8, 2), (2, 8, 16, 1))  # 64x32, 768 weights
@@ -178,45 +179,46 @@ def test_the_default_plan_of_a_timm_vit(vit: nn.Module) -> None:
     assert plan(empty) == made
 
 
-def test_families_options_selection_and_default_roles(vit: nn.Module) -> None:
-    assert layers(plan(vit, nblocks=8))["blocks.0.mlp.fc1"].parts[0].architecture == monarch(256, 64, 8)
-    assert layers(plan(vit, "lowrank", rank=5))["blocks.0.mlp.fc2"].parts[0].architecture == low_rank(64, 256, 5)
-    assert names(plan(vit, roles=("attn_out",))) == blocks("attn.proj")
-    assert names(plan(vit, include=r"blocks\.1", exclude="qkv")) == {"blocks.1.mlp.fc1", "blocks.1.mlp.fc2"}
+def test_families_options_selection_and_default_roles(planned: Planned) -> None:
+    assert layers(planned(nblocks=8))["blocks.0.mlp.fc1"].parts[0].architecture == monarch(256, 64, 8)
+    assert layers(planned("lowrank", rank=5))["blocks.0.mlp.fc2"].parts[0].architecture == low_rank(64, 256, 5)
+    assert names(planned(roles=("attn_out",))) == blocks("attn.proj")
+    assert names(planned(include=r"blocks\.1", exclude="qkv")) == {"blocks.1.mlp.fc1", "blocks.1.mlp.fc2"}
     mixer, images = MlpMixer(img_size=32, patch_size=8, num_blocks=1, embed_dim=64, num_classes=3), torch.zeros(2, 3, 32, 32)
-    assert plan(mixer, example=images) == plan(mixer, roles="ffn", example=images), "those that the model has"
+    mixing = partial(plan, mixer, example=images, targets=walk(mixer, images))
+    assert mixing() == mixing(roles="ffn"), "those that the model has"
     with pytest.raises(SelectionError, match="'qkv'"):
-        plan(mixer, roles=("ffn", "qkv"), example=images)
+        mixing(roles=("ffn", "qkv"))
     with pytest.raises(SelectionError, match=r"the roles found are head \(1\)"):
         plan(nn.Sequential(nn.Linear(32, 32), nn.Flatten()), example=torch.zeros(2, 32))
 
 
-def test_explicit_patterns_and_square_architectures_go_where_they_fit(vit: nn.Module) -> None:
-    made = plan(vit, patterns=["(1,32,8,2),(2,8,32,1)", Architecture.parse("(1,128,32,2),(2,32,32,1)")])
+def test_explicit_patterns_and_square_architectures_go_where_they_fit(planned: Planned) -> None:
+    made = planned(patterns=["(1,32,8,2),(2,8,32,1)", Architecture.parse("(1,128,32,2),(2,32,32,1)")])
     assert names(made) == blocks("attn.qkv", "mlp.fc1")
     assert layers(made)["blocks.0.attn.qkv"].parts[1].architecture == Architecture.of((1, 32, 8, 2), (2, 8, 32, 1))
     down = layers(made)["blocks.0.mlp.fc2"].reason
     assert down.code == "no-pattern" and "64x256" in down.text
     whole = "(1,96,16,2),(2,16,32,1)"  # of the fused matrix, which then is not taken apart
-    assert [(part.name, str(part.architecture)) for part in layers(plan(vit, patterns=whole))["blocks.0.attn.qkv"].parts] == [(None, whole)]
+    assert [(part.name, str(part.architecture)) for part in layers(planned(patterns=whole))["blocks.0.attn.qkv"].parts] == [(None, whole)]
     for arch in ("dyadic", "kaleidoscope", "block"):
-        found = layers(plan(vit, arch))
+        found = layers(planned(arch))
         assert [part.architecture for part in found["blocks.0.attn.qkv"].parts] == 3 * [named(arch, 64, 64)]
         assert f"{arch} is for square matrices, got 256x64" in found["blocks.0.mlp.fc1"].reason.text
-    deep = plan(vit, "deformable", nblocks=8)
+    deep = planned("deformable", nblocks=8)
     assert names(deep) == blocks("attn.qkv", "mlp.fc1", "mlp.fc2")
     assert {len(part.architecture) for layer in deep.replaced for part in layer.parts} == {4}
 
 
-def test_layers_and_parts_get_the_architectures_that_are_named_for_them(vit: nn.Module) -> None:
-    made = layers(plan(vit, per_layer={"qkv.v$": "dense", "qkv.[qk]$": "monarch:8", "mlp": "lowrank:5", r"blocks\.1\.mlp\.fc1": "dense"}))
+def test_layers_and_parts_get_the_architectures_that_are_named_for_them(planned: Planned) -> None:
+    made = layers(planned(per_layer={"qkv.v$": "dense", "qkv.[qk]$": "monarch:8", "mlp": "lowrank:5", r"blocks\.1\.mlp\.fc1": "dense"}))
     q, k, v = made["blocks.0.attn.qkv"].parts
     assert (q.architecture, k.architecture, v.architecture) == (monarch(64, 64, 8), monarch(64, 64, 8), None)
     assert made["blocks.0.mlp.fc1"].parts[0].architecture == low_rank(256, 64, 5)
     kept = made["blocks.1.mlp.fc1"]
     assert not kept.is_replaced and "per_layer keeps it dense" in kept.reason.text
-    assert not layers(plan(vit, per_layer={r"blocks\.0\.attn\.qkv": "dense"}))["blocks.0.attn.qkv"].is_replaced
-    whole = layers(plan(vit, per_layer={"qkv": "lowrank:40"}))["blocks.0.attn.qkv"].parts  # which has no gain for parts
+    assert not layers(planned(per_layer={r"blocks\.0\.attn\.qkv": "dense"}))["blocks.0.attn.qkv"].is_replaced
+    whole = layers(planned(per_layer={"qkv": "lowrank:40"}))["blocks.0.attn.qkv"].parts  # which has no gain for parts
     assert [(part.name, part.architecture) for part in whole] == [(None, low_rank(192, 64, 40))]
 
 
@@ -249,13 +251,13 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("options", "error", "message"), REFUSED)
-def test_what_cannot_be_planned_says_why(vit: nn.Module, options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_what_cannot_be_planned_says_why(planned: Planned, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        plan(vit, **options)
+        planned(**options)
 
 
-def test_models_that_cannot_be_planned_say_why(vit: nn.Module) -> None:
-    apply(plan(vit), vit)
+def test_models_that_cannot_be_planned_say_why(vit: nn.Module, vit_plan: Plan) -> None:
+    apply(vit_plan, vit)
     with pytest.raises(SurgeryError, match=r"converted already \(6 layers, such as blocks.0.attn.qkv\); densify it first"):
         plan(vit)
     narrow = timm.create_model("vit_tiny_patch16_224", **TINY | {"embed_dim": 96})
