@@ -57,7 +57,7 @@ def install_random(model: nn.Module, **options: Any) -> nn.Module:
 
 def images(model: nn.Module) -> Tensor:
     """Three random images of the size and dtype that the model takes."""
-    size = model.patch_embed.img_size if hasattr(model, "patch_embed") else (16, 16)
+    size = model.patch_embed.img_size if hasattr(model, "patch_embed") else (getattr(model, "image_size", 16),) * 2
     return torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(2)).to(next(model.parameters()).dtype)
 
 
@@ -68,8 +68,8 @@ def outputs(model: nn.Module) -> Tensor:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """The content of every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Every file and folder below a folder, and what the files hold."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 def refused(folder: Path, *facts: str, open_it: Callable[[Path], object] = load) -> str:
