@@ -115,8 +115,14 @@ class Fractals(Dataset[Any]):
 
     @torch.no_grad()
     def batch(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Make the pictures of these numbers, shape (batch, channels, height, width), and their classes."""
-        index = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
+        """Make the pictures of these numbers, shape (batch, channels, height, width), and their classes.
+
+        For a range nothing waits for the device.
+        """
+        if isinstance(numbers, range):  # a copy from the host would wait for all that is queued on the device
+            index = torch.arange(numbers.start, numbers.stop, numbers.step, dtype=torch.int64, device=self.device)
+        else:
+            index = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
         drawn = _uniform(index, self._salt)
         classes = index % self.classes if self.part == "held-out" else (drawn[:, -1] * self.classes).long()
         images = _paint(self._walk(classes, drawn), drawn, self._channels)
@@ -134,7 +140,8 @@ class Fractals(Dataset[Any]):
         # All choices at once, shape (steps, batch, walkers): few large operations, since a GPU waits for the launch of small ones.
         chosen = first + sum((self._table[:, None] > bounds[:, k]).long() for k in range(MAPS - 1))
         # Of (x, y) -> (a x + b y + e, c x + d y + f) what x is multiplied by, what y is, and what is added, both outputs in one operation.
-        ordered = maps.view(batch * MAPS, 6).T[[0, 2, 1, 3, 4, 5]].view(3, 2, batch * MAPS)
+        entries = maps.view(batch * MAPS, 6).T
+        ordered = torch.stack([entries[0:4:2], entries[1:4:2], entries[4:]])
         place, path = torch.zeros(2, batch, walkers, device=self.device), []
         for by_x, by_y, shift in zip(*(part.unbind(1) for part in ordered[:, :, chosen]), strict=True):
             x, y = place.unbind()
@@ -205,7 +212,7 @@ def _paint(counts: Tensor, drawn: Tensor, channels: int) -> Tensor:  # shape: (b
 def _uniform(index: Tensor, salt: int) -> Tensor:  # shape: (batch, DRAWS)
     """Draw numbers in [0, 1) that follow from the picture's number and the salt alone, the same on every device."""
     state = index[:, None] * DRAWS + torch.arange(DRAWS, device=index.device)
-    state = _mixed(state + _mixed(torch.tensor(salt, dtype=torch.int64, device=index.device)))
+    state = _mixed(state + int(_mixed(torch.tensor(salt, dtype=torch.int64))))  # on the host, as above
     return ((state >> 40) & 0xFFFFFF).float() / (1 << 24)
 
 

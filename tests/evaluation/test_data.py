@@ -175,12 +175,25 @@ def test_models_of_something_else_than_images_and_digits_without_scikit_learn(mo
 GREY = {"mean": [0.5], "std": [0.5]}
 
 
+@pytest.mark.gpu
+def test_no_batch_of_fractals_waits_for_the_device() -> None:
+    data = Fractals("train", 5, (24, 32), **GREY, device="cuda")
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        images, _ = data.batch(range(8))
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert images.shape == (8, 1, 24, 32)
+
+
 def test_a_fractal_follows_from_its_number_alone_and_held_out_ones_are_no_training_pictures() -> None:
     data = Fractals("train", 5, (24, 32), **GREY)
     images, classes = data.batch([7, 100_000, 8])
     again, same = data.batch([8, 7])
     assert images.shape == (3, 1, 24, 32) and images.min() >= -1 and images.max() <= 1
     assert torch.equal(images[[2, 0]], again) and torch.equal(classes[[2, 0]], same)
+    assert torch.equal(data.batch(range(8, 6, -1))[0], again)
     other = Fractals("train", 5, (24, 32), **GREY, seed=1).batch([7, 100_000, 8])[0]
     assert not any(torch.equal(one, two) for one in images for two in other)
     held_out, train = (Fractals(part, 4, (16, 16), **GREY, samples=40) for part in ("held-out", "train"))
