@@ -1,5 +1,7 @@
 """The modules that surgery puts in the place of dense linear layers."""
 
-from flysurgery.layers.butterfly_conv import ButterflyConv as ButterflyConv
-from flysurgery.layers.butterfly_linear import ButterflyLinear as ButterflyLinear
-from flysurgery.layers.split_linear import SplitLinear as SplitLinear
+from flysurgery.layers.butterfly_conv import ButterflyConv
+from flysurgery.layers.butterfly_linear import ButterflyLinear
+from flysurgery.layers.split_linear import SplitLinear
+
+__all__ = ["ButterflyConv", "ButterflyLinear", "SplitLinear"]

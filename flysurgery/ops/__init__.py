@@ -1,40 +1,20 @@
 """How a product of factors is multiplied, and what fused operations compute: problems, descriptions, backends, and the choice."""
 
-from flysurgery.gpu.parts import Dense as Dense
-from flysurgery.gpu.parts import FusedFactors as FusedFactors
-from flysurgery.gpu.parts import Gated as Gated
-from flysurgery.gpu.parts import Linear as Linear
-from flysurgery.gpu.parts import Norm as Norm
-from flysurgery.gpu.replay.remembered_calls import Repeating as Repeating
-from flysurgery.gpu.replay.remembered_calls import forget_moved as forget_moved
-from flysurgery.gpu.weight_cache import forget_derived as forget_derived
-from flysurgery.gpu.weight_cache import taking as taking
-from flysurgery.ops.attend import Attention as Attention
-from flysurgery.ops.attend import attended as attended
-from flysurgery.ops.backend import Backend as Backend
-from flysurgery.ops.dispatch import BACKENDS as BACKENDS
-from flysurgery.ops.dispatch import Explanation as Explanation
-from flysurgery.ops.dispatch import Verdict as Verdict
-from flysurgery.ops.dispatch import explain as explain
-from flysurgery.ops.feed_forward import FeedForward as FeedForward
-from flysurgery.ops.layer_norm import LayerNorm as LayerNorm
-from flysurgery.ops.linear_residual import LinearResidual as LinearResidual
-from flysurgery.ops.linear_residual import leaves_moments as leaves_moments
-from flysurgery.ops.linear_residual import run_with_moments as run_with_moments
-from flysurgery.ops.multiply import ks_linear as ks_linear
-from flysurgery.ops.multiply import ks_linear_group as ks_linear_group
-from flysurgery.ops.multiply import ks_multiply as ks_multiply
-from flysurgery.ops.norm_linears import NormLinears as NormLinears
-from flysurgery.ops.patches import PatchEmbedding as PatchEmbedding
-from flysurgery.ops.patches import embedded as embedded
-from flysurgery.ops.problem import Problem as Problem
-from flysurgery.ops.training import trained as trained
-from flysurgery.ops.training import trained_with_x as trained_with_x
-from flysurgery.ops.training import training_reason as training_reason
-from flysurgery.ops.ways import Operation as Operation
-from flysurgery.ops.ways import Stage as Stage
-from flysurgery.ops.ways import Way as Way
-from flysurgery.ops.ways import reason as reason
-from flysurgery.ops.ways import run as run
-from flysurgery.ops.ways import way as way
-from flysurgery.ops.wide import MOMENTS as MOMENTS
+from flysurgery.gpu.parts import Dense, FusedFactors, Gated, Linear, Norm
+from flysurgery.gpu.replay.remembered_calls import Repeating, forget_moved
+from flysurgery.gpu.weight_cache import forget_derived, taking
+from flysurgery.ops.attend import Attention, attended
+from flysurgery.ops.backend import Backend
+from flysurgery.ops.dispatch import BACKENDS, Explanation, Verdict, explain
+from flysurgery.ops.feed_forward import FeedForward
+from flysurgery.ops.layer_norm import LayerNorm
+from flysurgery.ops.linear_residual import LinearResidual, leaves_moments, run_with_moments
+from flysurgery.ops.multiply import ks_linear, ks_linear_group, ks_multiply
+from flysurgery.ops.norm_linears import NormLinears
+from flysurgery.ops.patches import PatchEmbedding, embedded
+from flysurgery.ops.problem import Problem
+from flysurgery.ops.training import trained, trained_with_x, training_reason
+from flysurgery.ops.ways import Operation, Stage, Way, reason, run, way
+from flysurgery.ops.wide import MOMENTS
+
+__all__ = ["explain", "forget_derived", "ks_linear", "ks_multiply"]
