@@ -54,7 +54,8 @@ def emptied(layer: ButterflyLinear) -> None:
 
 
 def loaded(layer: ButterflyLinear) -> ButterflyLinear:
-    other = ButterflyLinear(layer.architecture, layer.bias is not None)
+    trains = layer.factors[0].requires_grad  # those that do are multiplied in another way, whose bits may differ
+    other = ButterflyLinear(layer.architecture, layer.bias is not None).requires_grad_(trains)
     other(torch.zeros(3, layer.in_features))
     other.load_state_dict(layer.state_dict())
     return other
