@@ -87,7 +87,8 @@ def test_sparse_to_dense_and_on_from_a_state_behind_the_change(converted: Make, 
 def test_a_stopped_run_with_a_budget_goes_on_as_it_would_have(
     photographs: Path, converted: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, counts = replace(UNLABELLED, epochs=None, minutes=0.5, save_every=3), iter((11, 11))
+    settings = replace(UNLABELLED, epochs=None, minutes=5.0, save_every=3)  # so long that a slow machine looks as often
+    counts = iter((11, 11))
     monkeypatch.setattr("flysurgery.finetune.run.affordable", lambda *_: next(counts))  # a resumed run asks no more
     check_resumed(tmp_path, lambda **more: taught(converted(0), photographs, settings, **more), stopped=8, state=6, every=3)
     assert rows(tmp_path / "whole")[-1]["update"] == "11"
