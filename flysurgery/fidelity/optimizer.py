@@ -83,9 +83,9 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(momentum, gradients, 1 - MOMENTUM)
         ahead = torch._foreach_lerp(gradients, momentum, MOMENTUM)
         blocks = [_as_blocks(each, rows, columns) for each in ahead]
-        moved = orthogonal(torch.cat(blocks)).split([len(each) for each in blocks])
-        size = math.sqrt(max(rows, columns))
-        return [_from_blocks(block, parameter.shape) * size for block, parameter in zip(moved, members, strict=True)]
+        moved = orthogonal(torch.cat(blocks)) * math.sqrt(max(rows, columns))
+        parts = moved.split([len(each) for each in blocks])
+        return [_from_blocks(block, parameter.shape) for block, parameter in zip(parts, members, strict=True)]
 
     def _adam(self, members: list[nn.Parameter], gradients: list[Tensor], size: float) -> list[Tensor]:
         """Give Adam's moves and the pull to the start.
