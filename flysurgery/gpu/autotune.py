@@ -14,13 +14,13 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.cubins import SERIALIZED_WARNING
 from flysurgery.gpu.device import device_obstacle, shared_limit_of
-from flysurgery.gpu.doubt import doubt
-from flysurgery.gpu.fused import KINDS, FusedLinear
 from flysurgery.gpu.fused_configs import configs
+from flysurgery.gpu.fused_linear import KINDS, FusedLinear
 from flysurgery.gpu.modes import dtype_of
 from flysurgery.gpu.product import factor_configs, factor_product
 from flysurgery.gpu.table import TunedCase, TunedEntry, recording, save_entries
 from flysurgery.gpu.tiling import Tiling, tiling
+from flysurgery.gpu.uncounted_writes import doubt
 
 _MAX_CANDIDATES = 12
 _REPLAYS = 9

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils import _pytree as pytree
 
-from flysurgery.gpu.doubt import moment
+from flysurgery.gpu.uncounted_writes import moment
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")

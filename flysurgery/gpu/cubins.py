@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flysurgery.gpu.bindings import cuda_module
+from flysurgery.gpu.cache_folder import cache_folder, warn_unwritable
 from flysurgery.gpu.compile import compile_cubin, cubin_key
-from flysurgery.gpu.folder import cache_folder, warn_unwritable
 
 SERIALIZED_WARNING = "this NVRTC makes kernel"
 """The beginning of the warning that wgmma instructions wait for each other. Such a kernel is right; autotuning never chooses it."""

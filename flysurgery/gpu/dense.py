@@ -11,7 +11,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.dense_tiling import BATCH_BYTES, NO_PATCH, DenseTiling, Patch, StreamTiling, dense_tiling, stream_tiling
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.fused import readable
+from flysurgery.gpu.fused_linear import readable
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, kernel_of
 from flysurgery.gpu.modes import WEIGHT_SHIFT, dtype_of, in_halves, scaled_rows
 from flysurgery.gpu.parts import Dense, present

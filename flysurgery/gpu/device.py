@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu.bindings import cuda_module, nvrtc_version
+from flysurgery.gpu.cache_folder import folder_obstacle
 from flysurgery.gpu.compile import kernel_path
 from flysurgery.gpu.cubins import cubin_folder
-from flysurgery.gpu.folder import folder_obstacle
 
 CAPABILITY = (9, 0)
 """That of H100 and H200, for which the kernels are written."""

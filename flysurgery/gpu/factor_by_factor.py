@@ -14,7 +14,7 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_of, outputs_for
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.ffn_middle import WARPGROUPS, FfnMiddle, MiddleTiling, fills_rounds, middle_tiling
-from flysurgery.gpu.fused import readable
+from flysurgery.gpu.fused_linear import readable
 from flysurgery.gpu.modes import HALF_MODES
 from flysurgery.gpu.parts import FusedFactors, Norm, present
 from flysurgery.patterns import Architecture, Pattern

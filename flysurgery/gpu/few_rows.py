@@ -14,7 +14,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.factors import factors_to_dense
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.fused import readable
+from flysurgery.gpu.fused_linear import readable
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, kernel_of
 from flysurgery.gpu.modes import HALF_MODES, macros
 from flysurgery.gpu.parts import Dense, Linear, Norm, present

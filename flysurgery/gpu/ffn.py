@@ -12,7 +12,7 @@ from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.ffn_float_tiling import FloatFfnTiling, float_ffn_tiling
 from flysurgery.gpu.ffn_image import pack_ffn, pack_float_ffn
 from flysurgery.gpu.ffn_tiling import ROWS_OF_WARPGROUP, FfnTiling, ffn_tiling
-from flysurgery.gpu.fused import readable
+from flysurgery.gpu.fused_linear import readable
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.modes import HALVES, macros, mode_for
 from flysurgery.gpu.parts import FusedFactors, Norm, present

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.fused import readable
+from flysurgery.gpu.fused_linear import readable
 from flysurgery.gpu.kernel import current_stream, rows_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.replay.recording import fresh

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of
-from flysurgery.gpu.doubt import doubt_trained
 from flysurgery.gpu.kernel import current_device
 from flysurgery.gpu.product import run_product
 from flysurgery.gpu.row_sums import sum_of_rows
+from flysurgery.gpu.uncounted_writes import doubt_trained
 from flysurgery.gpu.weight_space import factor_gradients
 from flysurgery.torch_state import without_autocast
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.device import kernels_take, multiprocessors_of, shared_limit_of
-from flysurgery.gpu.fused import packed
+from flysurgery.gpu.fused_linear import packed
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
 from flysurgery.gpu.modes import HALF_MODES, macros
 from flysurgery.gpu.tensor_map import boxes

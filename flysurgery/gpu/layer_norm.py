@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.gpu.device import kernels_take, multiprocessors_of
-from flysurgery.gpu.fused import packed, readable
+from flysurgery.gpu.fused_linear import packed, readable
 from flysurgery.gpu.kernel import current_stream, float_bits, rows_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.replay.recording import fresh

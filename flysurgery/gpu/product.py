@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.device import shared_limit_of
-from flysurgery.gpu.fused import FusedLinear, fused_kernel, fused_reason
+from flysurgery.gpu.fused_linear import FusedLinear, fused_kernel, fused_reason
 from flysurgery.gpu.gather import Packer
 from flysurgery.gpu.kernel import current_device
 from flysurgery.gpu.modes import dtype_of

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.gpu.device import kernels_take, multiprocessors_of
-from flysurgery.gpu.fused import packed
+from flysurgery.gpu.fused_linear import packed
 from flysurgery.gpu.gated import gated_obstacle
 from flysurgery.gpu.kernel import current_stream, rows_kernel
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.few_rows import lies_in_place, outputs_of, pack_vectors, pack_weights
-from flysurgery.gpu.fused import readable
+from flysurgery.gpu.fused_linear import readable
 from flysurgery.gpu.kernel import current_stream, kernel_of
 from flysurgery.gpu.modes import HALVES, WEIGHT_SHIFT, in_halves, macros, scaled_rows
 from flysurgery.gpu.parts import Linear, present

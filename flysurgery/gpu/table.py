@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import PatternError
-from flysurgery.gpu.doubt import doubt
-from flysurgery.gpu.folder import cache_folder, warn_unwritable
+from flysurgery.gpu.cache_folder import cache_folder, warn_unwritable
+from flysurgery.gpu.uncounted_writes import doubt
 from flysurgery.patterns import Architecture
 
 SCHEMA = 1

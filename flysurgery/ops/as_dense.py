@@ -11,7 +11,7 @@ from torch import Tensor
 from flysurgery.gpu.parts import Dense, FusedFactors, Linear, present
 from flysurgery.gpu.weight_cache import derived
 from flysurgery.gpu.weight_space import factor_gradients, multiplied_out
-from flysurgery.ops.launches import alike
+from flysurgery.ops.one_launch import alike
 
 Group = Sequence[Linear]
 

@@ -15,7 +15,8 @@ from flysurgery.gpu.factor_by_factor import run_wide_ffn
 from flysurgery.gpu.ffn import run_ffn
 from flysurgery.gpu.gated import gated_obstacle
 from flysurgery.gpu.parts import FusedFactors, Gated, Linear, Norm, present, wrong_norm, wrong_size, wrong_vector
-from flysurgery.ops.launches import (
+from flysurgery.ops.norm_linears import plain_norm
+from flysurgery.ops.one_launch import (
     epilogue_reason,
     few_rows_linear,
     fused_norm_linear,
@@ -34,7 +35,6 @@ from flysurgery.ops.launches import (
     takes_gated_factors,
     whole_reason,
 )
-from flysurgery.ops.norm_linears import plain_norm
 from flysurgery.ops.ways import Stage, Stages
 from flysurgery.ops.wide import takes_ffn, wide_ffn_launches
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from flysurgery.gpu.dense import run_dense_moments, streamed_for
 from flysurgery.gpu.modes import mode_for
 from flysurgery.gpu.parts import Dense, Linear, present, wrong_size, wrong_vector
-from flysurgery.ops.launches import epilogue_reason, few_rows_linear, linear_epilogue, multiplied, takes_few_rows
+from flysurgery.ops.one_launch import epilogue_reason, few_rows_linear, linear_epilogue, multiplied, takes_few_rows
 from flysurgery.ops.ways import Stage, Stages, reason
 
 

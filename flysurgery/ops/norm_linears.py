@@ -12,7 +12,8 @@ from torch.nn import functional
 from flysurgery.gpu.factor_by_factor import run_wide_group
 from flysurgery.gpu.parts import Dense, FusedFactors, Linear, Norm, wrong_norm, wrong_size
 from flysurgery.ops.as_dense import side_by_side
-from flysurgery.ops.launches import (
+from flysurgery.ops.multiply import ks_linear_group
+from flysurgery.ops.one_launch import (
     alike,
     epilogue_reason,
     few_rows_linear,
@@ -26,7 +27,6 @@ from flysurgery.ops.launches import (
     rows_of,
     takes_few_rows,
 )
-from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.ops.ways import Stage, Stages
 from flysurgery.ops.wide import GROUP_LAUNCHES, takes_group
 from flysurgery.torch_state import tf32_allowed

@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from flysurgery.gpu.branch import Branch, begin_ahead
 from flysurgery.gpu.dense import patches_obstacle, rows_of_image, run_patches
-from flysurgery.gpu.doubt import doubt_trained
 from flysurgery.gpu.gradients import summed
 from flysurgery.gpu.modes import present_mode
 from flysurgery.gpu.parts import present
+from flysurgery.gpu.uncounted_writes import doubt_trained
 from flysurgery.ops.vectors import copy_wide
 from flysurgery.ops.ways import Stage, Stages
 from flysurgery.torch_state import is_tracing, refuse_second_derivative, without_autocast

@@ -14,7 +14,7 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu import autotune as tuning
 from flysurgery.gpu import table
 from flysurgery.gpu.autotune import autotune
-from flysurgery.gpu.fused import fused_kernel
+from flysurgery.gpu.fused_linear import fused_kernel
 from flysurgery.gpu.product import run_product
 from flysurgery.gpu.table import TunedCase, user_table
 from tests.gpu.conftest import EmulatedProduct

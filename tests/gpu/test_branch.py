@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flysurgery.gpu import branch
 from flysurgery.gpu.branch import Branch, ahead, begin_ahead
-from flysurgery.gpu.doubt import doubt_trained
+from flysurgery.gpu.uncounted_writes import doubt_trained
 from flysurgery.gpu.weight_cache import forget_derived
 from tests.support.captured import Capture, Stream
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from flysurgery.errors import BackendError
+from flysurgery.gpu import cache_folder, cubins
 from flysurgery.gpu import compile as compilation
-from flysurgery.gpu import cubins, folder
 from flysurgery.gpu.compile import compile_cubin, cubin_key
 from flysurgery.gpu.cubins import cubin_folder, find_cubin
 
@@ -80,7 +80,7 @@ def test_an_unwritable_folder_costs_one_warning(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("FLYSURGERY_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(folder, "_warned", set())
+    monkeypatch.setattr(cache_folder, "_warned", set())
     with pytest.warns(RuntimeWarning, match="FLYSURGERY_CACHE") as warned:
         assert find().startswith(b"\x7fELF")
         assert find(4).startswith(b"\x7fELF")

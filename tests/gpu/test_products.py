@@ -12,12 +12,12 @@ from torch import Tensor
 from flysurgery.factors import factors_to_dense
 from flysurgery.gpu.dense import run_dense, run_dense_moments, streamed_for
 from flysurgery.gpu.device import shared_limit_of
-from flysurgery.gpu.fused import FusedLinear
 from flysurgery.gpu.fused_configs import every_config
+from flysurgery.gpu.fused_linear import FusedLinear
 from flysurgery.gpu.tiling import Tiling, tiling
 from flysurgery.ops import BACKENDS, Dense, FeedForward, FusedFactors, Linear, LinearResidual, Norm, NormLinears, ks_linear, run
-from flysurgery.ops.launches import few_rows_linear, linear_epilogue, takes_few_rows
 from flysurgery.ops.multiply import ks_linear_group
+from flysurgery.ops.one_launch import few_rows_linear, linear_epilogue, takes_few_rows
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
 from tests.support.blocks import comparable, normal
 from tests.support.levels import check_bound, check_identity, check_integers, check_layer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flysurgery.gpu import folder, table
+from flysurgery.gpu import cache_folder, table
 from flysurgery.gpu.table import SCHEMA, TunedCase, TunedEntry, save_entries, tuned_config, user_table
 from flysurgery.patterns import Architecture
 
@@ -78,7 +78,7 @@ def test_a_damaged_table_is_ignored_and_replaced(content: str, cache: Path) -> N
 def test_an_unwritable_folder_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("FLYSURGERY_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(folder, "_warned", set())
+    monkeypatch.setattr(cache_folder, "_warned", set())
     with pytest.warns(RuntimeWarning, match="autotuned configurations cannot be kept"):
         save_entries([entry(196, 4)])
 

@@ -21,7 +21,7 @@ from flysurgery.ops import (
     ways,
 )
 from flysurgery.ops.as_dense import side_by_side
-from flysurgery.ops.launches import multiplied
+from flysurgery.ops.one_launch import multiplied
 from tests.support.tolerance import assert_equal
 
 

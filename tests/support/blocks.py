@@ -22,7 +22,7 @@ from flysurgery.ops import (
     Norm,
     NormLinears,
     ks_linear,
-    launches,
+    one_launch,
     run,
 )
 from flysurgery.patterns import Architecture, gonon, monarch
@@ -156,7 +156,7 @@ def comparable(out: Tensor, yardstick: Tensor, truth: Tensor, k: float | None = 
 
 def check(x: Tensor, operation: Any, k: float | None = None, out: Tensor | None = None, *, each_row: bool = False) -> Tensor:
     """What the operation gives, or ``out`` in its place, beside PyTorch's own operators in the same dtype and the truth in float64."""
-    with nullcontext() if out is None else patch.object(launches, "ks_linear", partial(ks_linear, backend="bmm")):
+    with nullcontext() if out is None else patch.object(one_launch, "ks_linear", partial(ks_linear, backend="bmm")):
         yardstick = operation.plainly(x)
     out = run(x, operation) if out is None else out
     comparable(out, yardstick, wide(operation).plainly(x.double()), k, each_row=each_row)

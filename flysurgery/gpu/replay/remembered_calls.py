@@ -10,10 +10,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from flysurgery.gpu.doubt import Trust
 from flysurgery.gpu.kernel import current_device, current_stream
 from flysurgery.gpu.replay.launch_again import Repeated
 from flysurgery.gpu.replay.recording import Recording, present_recording, record_launches
+from flysurgery.gpu.uncounted_writes import Trust
 from flysurgery.torch_state import is_tracing, tf32_allowed
 
 _REMEMBERED = 64

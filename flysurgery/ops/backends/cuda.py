@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flysurgery.gpu.operators  # noqa: F401 - registers them
 from flysurgery.gpu.device import device_obstacle, shared_limit_of
-from flysurgery.gpu.fused import fused_reason
+from flysurgery.gpu.fused_linear import fused_reason
 from flysurgery.gpu.gradients import EagerLinear
 from flysurgery.gpu.modes import mode_of
 from flysurgery.gpu.product import factor_config, product_obstacle, run_product

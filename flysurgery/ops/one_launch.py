@@ -11,7 +11,7 @@ from flysurgery.gpu.dense import dense_obstacle, run_dense, run_dense_gated
 from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.few_rows import most_rows, run_few_rows
 from flysurgery.gpu.ffn import ffn_obstacle
-from flysurgery.gpu.fused import fused_reason, run_fused_linears
+from flysurgery.gpu.fused_linear import fused_reason, run_fused_linears
 from flysurgery.gpu.gated import run_gated
 from flysurgery.gpu.layer_norm import layer_norm_obstacle, run_layer_norm
 from flysurgery.gpu.modes import mode_for
