@@ -79,9 +79,9 @@ def ahead(sources: Sequence[Tensor], make: Callable[[], Found]) -> Found:
     """Give ``make()``, which reads only ``sources``. While a graph is captured, it runs on one of some branches, in turn.
 
     The current stream waits for the result. The branch does not wait for the current stream as long as no source is written to. So a
-    replay packs the weights of later layers while it computes the first ones. The branch waits where a write may be missed: at a source
-    that no call outside of captures had before, that has moved, or is a view of memory that others may write to; and after an occasion
-    of which ``doubt`` knows. Other writes that PyTorch does not count need a ``begin_ahead`` behind them.
+    replay packs the weights of later layers while it computes the first ones. The branch waits for the current stream if a source may
+    have been written to unnoticed: no earlier call outside of captures had it, its memory has moved, it is a view of memory that others
+    may write to, or ``uncounted_writes`` knows of an occasion since. After other writes that PyTorch does not count, call ``begin_ahead``.
     """
     main = _captured(sources[0].device)
     if main is None:

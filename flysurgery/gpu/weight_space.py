@@ -1,4 +1,4 @@
-"""Between factors and their dense product: products of two factors, and gradients of factors out of that of their product."""
+"""Multiplies two factors to a dense matrix, and computes the gradients of factors from the gradient of that matrix."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class FirstTokens:
         self.count = count
 
     def asked(self) -> bool:
-        """Whether others may be left out. A checkpoint computes again outside of the forward, so in one it gets all tokens."""
+        """Whether others may be left out. Gradient checkpointing computes again outside of the forward, so there none are."""
         checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]
         return _asked.get() == (self, torch.is_grad_enabled()) and not checkpointed and not watched()
 

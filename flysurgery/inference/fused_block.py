@@ -1,4 +1,4 @@
-"""Transformer blocks, and halves and rows of them, made of fused modules and the blocks' own attention; and how they may be called."""
+"""Fused forwards of transformer blocks, of their halves, and of several blocks in a row; and how they may be called."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _operands(
 
 
 class FusedPart:
-    """One part of a block: ``step(x)``. ``tokens`` are those that suffice behind it, where the model may read no others."""
+    """One part of a block: ``step(x)``. ``tokens`` are those that a model's forward may read behind it; None for all."""
 
     tokens: FirstTokens | None = None
 

@@ -104,7 +104,7 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     """Replace groups of layers by fused modules, in place, for inference on the device and in the dtype that the model has now.
 
     The groups are found by dataflow, in a trace of the forward pass: [LN -> q, k, v]; attention itself; [its output projection -> layer
-    scale -> residual]; [LN -> FFN -> layer scale -> residual]; and the patch embedding. Layers
+    scale -> residual]; [LN -> FFN -> layer scale -> residual]; and the patch embedding; for training also other layer norms. Layers
     may be converted or dense. A feed-forward block may be gated (SwiGLU), by two layers or the halves of one, and may have a norm before
     its last layer. Residual sums are fused in modules that compute nothing else: a block, one half of it, or many in a row. If ``model``
     itself is one, it gets a fused forward. timm's models add position and tokens to the patches in a method; a method that is set on the
@@ -114,9 +114,9 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     samples, on CUDA in graphs. The report gives the result for each group, or the reason why it is not fused. Then the whole model is
     timed with and without fusion. While it is slower with fusion, the kind of group that gained the least is left as it was.
 
-    Many classifiers read the class token alone behind their last attention. There the model's forward, called as in the trace, computes no
-    other token in groups and norms. ``forward_features`` and modules that are called by themselves give all tokens, and so does the
-    forward as long as hooks would see that some are missing.
+    Many classifiers read the class token alone behind their last attention, or the first few tokens. There the model's forward, called as
+    in the trace, computes no others in groups and norms. ``forward_features`` and modules that are called by themselves give all tokens,
+    and so does the forward as long as hooks would see that some are missing.
 
     Outputs stay the same within rounding. Names, state dict and calls stay the same. The model's own modules serve gradients,
     ``torch.func``'s transforms, autocast, training mode, hooks that are set later, modules that are replaced or get another forward later,
@@ -124,9 +124,10 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     ``torch.compile`` makes calls them from Python, so ``fullgraph=True`` raises.
 
     Weights may be changed, loaded, moved and retyped; ``flysurgery.ops.forget_derived`` lists the writes after which to call it.
-    With ``training`` the fused modules serve calls with gradients in place of those without, in training mode as well: forward and backward
-    together, at the autocast around this call, are what is measured. They keep one activation for each group, and pass the stream between
-    blocks on in autocast's dtype. So do norms outside of a group, which inference leaves as they are, unless their results leave the model.
+    With ``training`` the fused modules run where gradients are enabled, in training mode as well, and calls without gradients go to the
+    model's own modules. Each group is timed forward and backward, under the autocast around this call. A group keeps one or two
+    activations, and the residual stream between blocks has autocast's dtype. Norms outside of groups are fused too, except those whose
+    results leave the model.
     Blocks with dropout or dropped paths stay as they are, and so does all else without fused gradients.
     Gradients have the dtypes of their parameters. There are no second derivatives: ``create_graph=True`` raises. Optimize before the model
     is wrapped by ``DistributedDataParallel``, sharded by ``fully_shard``, or compiled. The whole model is timed as it is called from

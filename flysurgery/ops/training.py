@@ -1,8 +1,8 @@
 """Fused operations with gradients: what stands between two attentions, forward and backward, in few launches.
 
 The forward pass multiplies by the kernels of inference where they take an operation, and keeps its input, and the norm before q, k and v.
-The backward pass computes hidden units again: a product costs less than to write and to read what it gives. It multiplies factors out,
-because the sum over rows of their gradients is a dense product anyway.
+The backward pass computes hidden units again: that costs less than to store them and to load them. It multiplies factors out: the gradient
+of a weight is a dense product in any case, and the gradients of both factors are computed from it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def trained(x: Tensor, operation: Operation) -> Tensor:
     """The result of an operation, with gradients of x and of all of its tensors, where ``training_reason`` is None.
 
     Shapes are those of the operation's definition. All is computed in the dtype of x, sums and gradients of weights in float32 or wider;
-    the weights may be wider than x. There is no second derivative. On CUDA kernels do what is no product; elsewhere PyTorch does it.
+    the weights may be wider than x. There is no second derivative. On CUDA kernels compute norms, sums, the gradients of hidden
+    units and, where they can, products of factors. PyTorch computes the other products, and everything elsewhere.
     """
     result: Any = _Trained.apply(operation, x, *operation.tensors)
     return result
