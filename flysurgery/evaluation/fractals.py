@@ -119,7 +119,7 @@ class Fractals(Dataset[Any]):
 
         For a range nothing waits for the device.
         """
-        if isinstance(numbers, range):  # a copy from the host would wait for all that is queued on the device
+        if isinstance(numbers, range) and numbers:  # a copy from the host would wait for all that is queued on the device
             index = torch.arange(numbers.start, numbers.stop, numbers.step, dtype=torch.int64, device=self.device)
         else:
             index = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)

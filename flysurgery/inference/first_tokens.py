@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,19 +40,18 @@ class FirstTokens:
 
 
 class Reading(NamedTuple):
-    """The block and the linear of the last attention, behind which ``readers``, by name, read the first ``number`` tokens alone."""
+    """The block and the linear of the last attention, behind which the model reads the first ``number`` tokens alone."""
 
     block: str
     linear: str
     number: int
-    readers: frozenset[str]
 
 
 def last_reading(found: Findings, *, trains: bool) -> Reading | None:
     """The attention behind which only first tokens reach the model's result; None where others do, or no proven block has it.
 
-    Behind it may stand feed-forward groups of its block and layer norms over features: they compute each token by itself. With ``trains``
-    the forward must be the same in training mode.
+    Behind it may stand feed-forward groups of its block and layer norms over features: they compute each token by itself. The forward must
+    run the same operators with the first tokens alone, store none of its values, and with ``trains`` be the same in training mode.
     """
     for block in found.blocks.values():
         attended = [part for part in block.parts if isinstance(part, Attended)]
@@ -58,9 +59,9 @@ def last_reading(found: Findings, *, trains: bool) -> Reading | None:
             continue
         groups = [part for part in block.parts if isinstance(part, FeedForwardGroup)]
         ends = _ends(attended[-1].out.tail.result, {node for group in groups for node in (*group.nodes, *group.tail.nodes)})
-        if ends and not (trains and _differs_in_training(found.seen)):
-            readers = {"", *(fqn for node in ends for fqn in found.around[node])}
-            return Reading(block.fqn, attended[-1].out.linear, max(ends.values()) + 1, frozenset(readers))
+        if ends:
+            reading = Reading(block.fqn, attended[-1].out.linear, max(ends.values()) + 1)
+            return reading if _suffices(found.seen, reading, trains) else None
     return None
 
 
@@ -81,15 +82,25 @@ def _ends(value: Node, grouped: set[Node]) -> dict[Node, int]:
     return ends
 
 
-def _differs_in_training(seen: Survey) -> bool:
-    before = operators(seen)
-    seen.double.train()
+def _suffices(seen: Survey, reading: Reading, trains: bool) -> bool:
+    """Whether a forward in which the block gives the first tokens alone is the same but for shapes: Python code may read these too."""
+    block, kept = seen.double.get_submodule(reading.block), list[object]()
+    whole = operators(seen, kept)
+    hook = block.register_forward_hook(lambda module, args, result: result[:, : reading.number])
     try:
-        return operators(seen) != before
+        same = _without_shapes(operators(seen)) == _without_shapes(whole)
+        hook.remove()
+        seen.double.train(trains)
+        return same and not kept and operators(seen) == whole
     except Exception:  # the forward may raise anything
-        return True
+        return False
     finally:
+        hook.remove()
         seen.double.eval()
+
+
+def _without_shapes(notes: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
+    return [tuple(each for each in note if not isinstance(each, tuple)) for note in notes if note[0] != "aten.slice.Tensor"]
 
 
 def _is_norm(node: Node) -> bool:
@@ -97,30 +108,85 @@ def _is_norm(node: Node) -> bool:
     return isinstance(sizes, (list, tuple)) and len(sizes) == 1
 
 
-class FirstTokensForward(StandInMethod):
-    """The forward of a model in which ``tokens`` alone are computed behind the last attention, for calls with ``inputs`` positional ones.
-
-    Other methods, such as ``forward_features``, and the modules themselves give all tokens. So does the forward where hooks would see
-    that tokens are missing, and where a number, text or switch among the attributes of ``readers``, such as ``global_pool``, has changed.
-    """
+class Unchanged(Condition):
+    """Also whether ``readers`` have the classes and attributes that they had then. What lies inside of an attribute may change unseen."""
 
     def __init__(
-        self, inner: nn.Module, condition: Condition, tokens: FirstTokens, inputs: int, module: nn.Module, readers: Sequence[nn.Module]
+        self, covered: Iterable[nn.Module], holders: Iterable[nn.Module], readers: Sequence[nn.Module], itself: nn.Module, trains: bool
     ) -> None:
-        super().__init__(module, "forward", inner, condition)
-        self.tokens, self.inputs, self.readers = tokens, inputs, readers
-        self._switches = self._present()
+        super().__init__(covered, holders, itself=itself, trains=trains)
+        self._readers = tuple(readers)
+        self._before = list[_Seen]()
+
+    def settle(self) -> None:
+        super().settle()
+        self._before = self._attributes()
+
+    def holds(self) -> bool:
+        return super().holds() and (not self._before or all(map(_same, self._before, self._attributes())))
+
+    def _attributes(self) -> list[_Seen]:
+        return [
+            _Seen(type(each), [*each._modules], {name: value for name, value in vars(each).items() if name not in _OF_MODULES})
+            for each in self._readers
+        ]
+
+
+_OF_MODULES = {*vars(nn.Module())}
+"""Attributes of every module, such as its hooks and children, which others look at."""
+
+
+class _Seen(NamedTuple):
+    """What a module was: its class, the names of its children, and its other attributes."""
+
+    kind: type
+    children: list[str]
+    attributes: dict[str, Any]
+
+
+def _same(before: _Seen, now: _Seen) -> bool:
+    old, new = before.attributes, now.attributes
+    alike = before.kind is now.kind and before.children == now.children and old.keys() == new.keys()
+    return alike and all(map(_is, old.values(), map(new.get, old)))
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _SWITCHES) and one == other)
+
+
+class FirstTokensForward(StandInMethod):
+    """The forward of a model in which ``tokens`` alone are computed behind the last attention, for calls like those with ``example``.
+
+    Other methods, such as ``forward_features``, and the modules themselves give all tokens. So does the forward where hooks would see
+    that tokens are missing, where images have another size, and where an attribute such as ``global_pool`` has changed.
+    """
+
+    def __init__(self, module: nn.Module, condition: Condition, tokens: FirstTokens, example: Sequence[Any]) -> None:
+        super().__init__(module, "forward", module, condition)
+        self.tokens, self._example = tokens, example
+        self._inputs = [(True, each.shape[1:]) if isinstance(each, Tensor) else (False, each) for each in example]
+        self.__signature__ = inspect.signature(type(module).forward.__get__(module))
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of the model's own forward, for the exporter."""
+        return type(self.module).forward.__code__
+
+    def on(self, holder: nn.Module) -> FirstTokensForward:
+        return FirstTokensForward(holder, self.condition, self.tokens, self._example)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        fits = len(args) == self.inputs and not kwargs and not torch.compiler.is_compiling()
-        if not fits or not self.condition.holds() or self._switches != self._present():
-            return self.run(self.module, *args, **kwargs)
+        forward = type(self.module).forward
+        if kwargs or torch.compiler.is_compiling() or not self._is_like_the_example(args) or not self.condition.holds():
+            return forward(self.module, *args, **kwargs)
         before = _asked.set((self.tokens, torch.is_grad_enabled()))
         try:
-            return self.run(self.inner, *args)
+            return forward(self.module, *args)
         finally:
             _asked.reset(before)
 
-    def _present(self) -> list[dict[str, object]]:
-        named = [vars(reader).items() for reader in self.readers]
-        return [{name: value for name, value in each if type(value) in _SWITCHES and name != "training"} for each in named]
+    def _is_like_the_example(self, args: Sequence[Any]) -> bool:
+        return len(args) == len(self._inputs) and all(
+            isinstance(each, Tensor) and each.dim() > 0 and each.shape[1:] == seen if is_tensor else _is(each, seen)
+            for each, (is_tensor, seen) in zip(args, self._inputs, strict=True)
+        )

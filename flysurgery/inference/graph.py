@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.fx import Node
@@ -156,20 +157,24 @@ def watch(seen: Survey, methods: Iterable[str] = ()) -> dict[str, Calls]:
     return found
 
 
-def operators(seen: Survey) -> list[tuple[object, ...]]:
+def operators(seen: Survey, kept: list[object] | None = None) -> list[tuple[object, ...]]:
     """The operators of one forward of the surveyed stand-in as it is now, with the shapes of tensors and all other arguments.
+
+    Results that something still holds after the forward are put into ``kept``.
 
     Raises:
         Exception: whatever the forward raises.
     """
-    notes = list[tuple[object, ...]]()
+    notes, made = list[tuple[object, ...]](), list[ref[Tensor]]()
 
     class Noting(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             leaves = pytree.tree_leaves((args, kwargs or {}))
             if func.namespace not in ("prim", "profiler"):  # which compute nothing, and pass on values that cannot be compared
                 notes.append((str(func), *(tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves)))
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            made.extend(ref(each) for each in pytree.tree_leaves(result) if isinstance(each, Tensor))
+            return result
 
     class Noted(nn.Module):
         def __init__(self) -> None:
@@ -181,6 +186,8 @@ def operators(seen: Survey) -> list[tuple[object, ...]]:
                 self.model(*args)
 
     run_fake(Noted(), seen.example)
+    if kept is not None:
+        kept += [each for reference in made if (each := reference()) is not None]
     return notes
 
 

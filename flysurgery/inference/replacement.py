@@ -14,7 +14,7 @@ from flysurgery import ops
 from flysurgery.inference.clock import Shapes
 from flysurgery.inference.embedding import METHOD, Embedding
 from flysurgery.inference.find_groups import Findings, Patches
-from flysurgery.inference.first_tokens import FirstTokens, FirstTokensForward, Reading, last_reading
+from flysurgery.inference.first_tokens import FirstTokens, FirstTokensForward, Reading, Unchanged, last_reading
 from flysurgery.inference.fused_block import Attending, Form, FusedAttended, FusedBlock, FusedPart, attention_among, form_of
 from flysurgery.inference.fused_modules import EmbeddingStep, Input, Normalized, NormStep, Parameter, PatchesStep, Step
 from flysurgery.inference.graph import UnfitError, attempt, below
@@ -276,16 +276,16 @@ class _Builder:
     def _first_tokens(self, reading: Reading, tokens: FirstTokens) -> Replacement:
         """A forward that reads no other tokens behind its last attention."""
         model, found = self.model, self.found
+        blocks = tuple(f"{fqn}." for fqn in found.blocks)
         others = tuple(f"{fqn}." for fqn in found.blocks if fqn != reading.block)
-        seeing = [module for fqn, module in model.named_modules() if found.calls.get(fqn) and not f"{fqn}.".startswith(others)]
-        condition = Condition(seeing, itself=model, trains=self.trains)
-        readers = [self.module(fqn) for fqn in reading.readers]
+        modules = dict(model.named_modules())
+        seeing = [module for fqn, module in modules.items() if found.calls.get(fqn) and not fqn.startswith(others)]
+        readers = [module for fqn, module in modules.items() if not f"{fqn}.".startswith(blocks)]
+        condition = Unchanged(seeing, readers, readers, model, self.trains)
 
         def put(fused: Fused) -> None:
             if reading.block in fused.modules and condition.obstacle() is None:
-                inputs = len(found.seen.example)
-                forward = FirstTokensForward(view(model, *fused), condition, tokens, inputs, model, readers)
-                fused.methods["", "forward"] = forward
+                fused.methods["", "forward"] = FirstTokensForward(model, condition, tokens, found.seen.example)
 
         return Replacement((), condition, put)
 

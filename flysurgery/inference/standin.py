@@ -199,7 +199,8 @@ def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: M
         parent, _, name = path.rpartition(".")
         copy_of(parent)._modules[name] = new
     for (path, name), value in (attributes or {}).items():
-        vars(copy_of(path))[name] = value  # a module here is no child, and hides a method of the class
+        holder = copy_of(path)  # in whose attributes a module is no child, and hides a method of the class
+        vars(holder)[name] = value.on(holder) if isinstance(value, StandInMethod) else value
     return copies[""]
 
 
@@ -236,13 +237,16 @@ class StandInMethod:
         self._own = {name: value for name, value in vars(inner).items() if vars(module).get(name) is not value}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self.inner if self.condition.holds() else self.module, *args, **kwargs)
-
-    def run(self, holder: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The method of the class on ``holder``, the module or the view."""
-        if holder is self.inner and not torch.compiler.is_compiling():
-            vars(holder).update(vars(self.module) | self._own)
+        holder = self.module
+        if self.condition.holds():
+            holder = self.inner
+            if not torch.compiler.is_compiling():
+                vars(holder).update(vars(self.module) | self._own)
         return getattr(type(holder), self.method)(holder, *args, **kwargs)
+
+    def on(self, holder: nn.Module) -> StandInMethod:
+        """What replaces the method on ``holder``, a view of the module."""
+        return self
 
 
 class Fused(NamedTuple):
@@ -280,7 +284,7 @@ def restore(model: nn.Module) -> int:
     for module in themselves:
         _, *names = vars(module).pop(STANDS_FOR)
         for name in names:
-            del vars(module)[name]
+            vars(module).pop(name, None)
     return len(replaced) + len(themselves)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,16 +50,22 @@ def tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield seen
 
 
-class ReadsAll(nn.Module):
-    """A head on the class token, and in training mode another one on all tokens."""
+class Reads(nn.Module):
+    """The class token, by a function of the module and all tokens."""
 
-    def __init__(self, in_training: bool) -> None:
+    def __init__(self, read: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
-        self.inner, self.in_training = model(num_classes=0), in_training
+        self.inner, self.read = model(num_classes=0), read
+        self.kept: list[Tensor] = []
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = self.inner.forward_features(x)  # pyright: ignore[reportCallIssue]
-        return tokens[:, 0] + tokens.mean(1) if self.training and self.in_training else tokens[:, 0]
+        self.calls += 1
+        return self.read(self, self.inner.forward_features(x))  # pyright: ignore[reportCallIssue]
+
+
+def first(module: nn.Module, tokens: Tensor) -> Tensor:
+    return tokens[:, 0]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +77,11 @@ class ReadsAll(nn.Module):
         (lambda: model(global_pool="avg"), None),
         (lambda: model(num_classes=0, global_pool=""), None),
         (lambda: ViT(image_size=32, patch_size=8, num_classes=5, dim=64, depth=2, heads=2, mlp_dim=128), ("transformer", 1)),
-        (lambda: ReadsAll(in_training=False), ("inner.blocks.1", 1)),
-        (lambda: ReadsAll(in_training=True), None),
+        (lambda: Reads(first), ("inner.blocks.1", 1)),
+        (lambda: Reads(lambda module, tokens: tokens.mean(1) if module.training else tokens[:, 0]), None),
+        (lambda: Reads(lambda module, tokens: tokens[:, 0] / tokens.shape[1]), None),
+        (lambda: Reads(lambda module, tokens: tokens[:, tokens.shape[1] // 2]), None),
+        (lambda: Reads(lambda module, tokens: module.kept.append(tokens) or tokens[:, 0]), None),  # pyright: ignore
     ],
 )
 def test_the_graph_shows_which_tokens_are_read(made: Any, expected: tuple[str, int] | None) -> None:
@@ -129,8 +139,32 @@ def test_whoever_could_see_that_tokens_are_missing_gets_all(tokens: list[int]) -
     torch.testing.assert_close(fused(x), plain(x))
     fused.global_pool = "token"
     assert seen(lambda: fused(x)) == FIRST
+    vars(fused)["forward_head"] = lambda tokens: fused.head(tokens.mean(1))
+    assert seen(lambda: fused(x)) == ALL
+    del vars(fused)["forward_head"]
+    fused.blocks.append(nn.Identity())  # which might read other tokens
+    assert seen(lambda: fused(x)) == ALL
+    del fused.blocks[2]
+    assert seen(lambda: fused(x)) == FIRST
     fused.reset_classifier(3, "avg")
     assert seen(lambda: fused(x)) == ALL
+
+
+@torch.no_grad()
+def test_calls_unlike_the_example_and_what_a_forward_writes(tokens: list[int]) -> None:
+    fused: Any = Reads(first).eval()
+    flysurgery.optimize(fused, images(2))
+    before = fused.calls
+    fused(images(3))
+    assert tokens == FIRST and fused.calls == before + 1
+    assert str(inspect.signature(fused.forward)) == "(x: 'Tensor') -> 'Tensor'"
+    wide: Any = model(dynamic_img_size=True)
+    flysurgery.optimize(wide, images(2))
+    tokens.clear()
+    wide(torch.zeros(2, 3, 40, 40))
+    assert tokens == [26, 26]
+    exported = torch.export.export(wide, (images(2),), strict=False).module()
+    torch.testing.assert_close(exported(images(2)), wide(images(2)))
 
 
 def test_checkpoints_compute_all_tokens_again(tokens: list[int]) -> None:
