@@ -109,48 +109,38 @@ def _is_norm(node: Node) -> bool:
 
 
 class Unchanged(Condition):
-    """Also whether ``readers`` have the classes and attributes that they had then. What lies inside of an attribute may change unseen."""
+    """Also whether ``readers`` have the classes, children and attributes that they had then. An attribute's own contents may change."""
 
     def __init__(
         self, covered: Iterable[nn.Module], holders: Iterable[nn.Module], readers: Sequence[nn.Module], itself: nn.Module, trains: bool
     ) -> None:
         super().__init__(covered, holders, itself=itself, trains=trains)
-        self._readers = tuple(readers)
-        self._before = list[_Seen]()
+        self._readers, self._attributes = tuple(readers), list[list[str]]()
 
     def settle(self) -> None:
+        self._attributes = [[name for name in vars(each) if name not in _OF_MODULES] for each in self._readers]
         super().settle()
-        self._before = self._attributes()
 
     def holds(self) -> bool:
-        return super().holds() and (not self._before or all(map(_same, self._before, self._attributes())))
+        try:
+            return super().holds()
+        except (RuntimeError, ValueError):  # another tensor or array, of which some numbers are equal
+            return False
 
-    def _attributes(self) -> list[_Seen]:
-        return [
-            _Seen(type(each), [*each._modules], {name: value for name, value in vars(each).items() if name not in _OF_MODULES})
-            for each in self._readers
-        ]
+    def _looked_at(self) -> list[tuple[dict[str, Any], str]]:
+        pairs = zip(self._readers, self._attributes, strict=True)
+        return [*super()._looked_at(), *((vars(each), name) for each, names in pairs for name in names)]
+
+    def _present(self) -> list[Any]:
+        counts = [(type(each), len(vars(each)), len(each._modules)) for each in self._readers]
+        return [*super()._present(), *counts]
 
 
 _OF_MODULES = {*vars(nn.Module())}
 """Attributes of every module, such as its hooks and children, which others look at."""
 
 
-class _Seen(NamedTuple):
-    """What a module was: its class, the names of its children, and its other attributes."""
-
-    kind: type
-    children: list[str]
-    attributes: dict[str, Any]
-
-
-def _same(before: _Seen, now: _Seen) -> bool:
-    old, new = before.attributes, now.attributes
-    alike = before.kind is now.kind and before.children == now.children and old.keys() == new.keys()
-    return alike and all(map(_is, old.values(), map(new.get, old)))
-
-
-def _is(one: Any, other: Any) -> bool:
+def _alike(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and isinstance(one, _SWITCHES) and one == other)
 
 
@@ -187,6 +177,6 @@ class FirstTokensForward(StandInMethod):
 
     def _is_like_the_example(self, args: Sequence[Any]) -> bool:
         return len(args) == len(self._inputs) and all(
-            isinstance(each, Tensor) and each.dim() > 0 and each.shape[1:] == seen if is_tensor else _is(each, seen)
+            isinstance(each, Tensor) and each.dim() > 0 and each.shape[1:] == seen if is_tensor else _alike(each, seen)
             for each, (is_tensor, seen) in zip(args, self._inputs, strict=True)
         )

@@ -66,9 +66,13 @@ class Condition:
             return any(map(_training, self.covered))
         return any(module.training and getattr(module, name) for module, name in self._rates)
 
+    def _looked_at(self) -> list[tuple[dict[str, Any], str]]:
+        """The dictionaries and the names in them whose values must stay."""
+        return [*self._places, *((vars(module), "forward") for module in self._forwards)]
+
     def _present(self) -> list[Any]:
         if not self._dictionaries:
-            places = [*self._places, *((vars(module), "forward") for module in self._forwards)]
+            places = self._looked_at()
             self._dictionaries, self._names = [place for place, _ in places], [name for _, name in places]
         return [*map(dict.get, self._dictionaries, self._names)]
 
