@@ -212,7 +212,7 @@ def _paint(counts: Tensor, drawn: Tensor, channels: int) -> Tensor:  # shape: (b
 def _uniform(index: Tensor, salt: int) -> Tensor:  # shape: (batch, DRAWS)
     """Draw numbers in [0, 1) that follow from the picture's number and the salt alone, the same on every device."""
     state = index[:, None] * DRAWS + torch.arange(DRAWS, device=index.device)
-    state = _mixed(state + int(_mixed(torch.tensor(salt, dtype=torch.int64))))  # on the host, as above
+    state = _mixed(state + int(_mixed(torch.tensor(salt, dtype=torch.int64))))  # on the host: no copy
     return ((state >> 40) & 0xFFFFFF).float() / (1 << 24)
 
 

@@ -19,7 +19,6 @@ from flysurgery.inference.match import Attended, FeedForwardGroup
 from flysurgery.inference.standin import Condition, StandInMethod
 from flysurgery.walker import Survey, name_of, shape_of
 
-_SWITCHES = (bool, int, float, str, type(None))
 _asked: ContextVar[tuple[FirstTokens, bool] | None] = ContextVar("asked", default=None)
 
 
@@ -40,11 +39,11 @@ class FirstTokens:
 
 
 class Reading(NamedTuple):
-    """The block and the linear of the last attention, behind which the model reads the first ``number`` tokens alone."""
+    """The block and the linear of the last attention, behind which the model reads ``tokens`` alone."""
 
     block: str
     linear: str
-    number: int
+    tokens: FirstTokens
 
 
 def last_reading(found: Findings, *, trains: bool) -> Reading | None:
@@ -58,16 +57,16 @@ def last_reading(found: Findings, *, trains: bool) -> Reading | None:
         if not attended or not block.fqn:
             continue
         groups = [part for part in block.parts if isinstance(part, FeedForwardGroup)]
-        ends = _ends(attended[-1].out.tail.result, {node for group in groups for node in (*group.nodes, *group.tail.nodes)})
-        if ends:
-            reading = Reading(block.fqn, attended[-1].out.linear, max(ends.values()) + 1)
+        count = _count_read(attended[-1].out.tail.result, {node for group in groups for node in (*group.nodes, *group.tail.nodes)})
+        if count:
+            reading = Reading(block.fqn, attended[-1].out.linear, FirstTokens(count))
             return reading if _suffices(found.seen, reading, trains) else None
     return None
 
 
-def _ends(value: Node, grouped: set[Node]) -> dict[Node, int]:
-    """The nodes that read one token each, through groups and norms, and its index; empty where others read the value too."""
-    ends, front = dict[Node, int](), [value]
+def _count_read(value: Node, grouped: set[Node]) -> int:
+    """How many first tokens are read of a value, through groups and norms; 0 where others may be read too."""
+    count, front = 0, [value]
     while front:
         node = front.pop()
         shape = shape_of(node) or ()
@@ -76,22 +75,25 @@ def _ends(value: Node, grouped: set[Node]) -> dict[Node, int]:
             if user in grouped or _is_norm(user):
                 front.append(user)
             elif len(shape) == 3 and isinstance(token, int) and 0 <= token < shape[1]:
-                ends[user] = token
+                count = max(count, token + 1)
             else:
-                return {}
-    return ends
+                return 0
+    return count
 
 
 def _suffices(seen: Survey, reading: Reading, trains: bool) -> bool:
     """Whether a forward in which the block gives the first tokens alone is the same but for shapes: Python code may read these too."""
+    if not all(isinstance(each, Tensor) for each in seen.example):
+        return False
     block, kept = seen.double.get_submodule(reading.block), list[object]()
     whole = operators(seen, kept)
-    hook = block.register_forward_hook(lambda module, args, result: result[:, : reading.number])
+    hook = block.register_forward_hook(lambda module, args, result: result[:, : reading.tokens.count])
     try:
-        same = _without_shapes(operators(seen)) == _without_shapes(whole)
+        if kept or _without_shapes(operators(seen)) != _without_shapes(whole):
+            return False
         hook.remove()
         seen.double.train(trains)
-        return same and not kept and operators(seen) == whole
+        return not trains or operators(seen) == whole
     except Exception:  # the forward may raise anything
         return False
     finally:
@@ -111,10 +113,8 @@ def _is_norm(node: Node) -> bool:
 class Unchanged(Condition):
     """Also whether ``readers`` have the classes, children and attributes that they had then. An attribute's own contents may change."""
 
-    def __init__(
-        self, covered: Iterable[nn.Module], holders: Iterable[nn.Module], readers: Sequence[nn.Module], itself: nn.Module, trains: bool
-    ) -> None:
-        super().__init__(covered, holders, itself=itself, trains=trains)
+    def __init__(self, covered: Iterable[nn.Module], readers: Sequence[nn.Module], *, itself: nn.Module, trains: bool) -> None:
+        super().__init__(covered, readers, itself=itself, trains=trains)
         self._readers, self._attributes = tuple(readers), list[list[str]]()
 
     def settle(self) -> None:
@@ -140,21 +140,16 @@ _OF_MODULES = {*vars(nn.Module())}
 """Attributes of every module, such as its hooks and children, which others look at."""
 
 
-def _alike(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, _SWITCHES) and one == other)
-
-
 class FirstTokensForward(StandInMethod):
-    """The forward of a model in which ``tokens`` alone are computed behind the last attention, for calls like those with ``example``.
+    """The forward of a model in which ``tokens`` alone are computed behind the last attention, for tensors of ``shapes`` in a batch.
 
     Other methods, such as ``forward_features``, and the modules themselves give all tokens. So does the forward where hooks would see
     that tokens are missing, where images have another size, and where an attribute such as ``global_pool`` has changed.
     """
 
-    def __init__(self, module: nn.Module, condition: Condition, tokens: FirstTokens, example: Sequence[Any]) -> None:
+    def __init__(self, module: nn.Module, condition: Condition, tokens: FirstTokens, shapes: Sequence[torch.Size]) -> None:
         super().__init__(module, "forward", module, condition)
-        self.tokens, self._example = tokens, example
-        self._inputs = [(True, each.shape[1:]) if isinstance(each, Tensor) else (False, each) for each in example]
+        self.tokens, self._shapes = tokens, list(shapes)
         self.__signature__ = inspect.signature(type(module).forward.__get__(module))
 
     @property
@@ -163,20 +158,15 @@ class FirstTokensForward(StandInMethod):
         return type(self.module).forward.__code__
 
     def on(self, holder: nn.Module) -> FirstTokensForward:
-        return FirstTokensForward(holder, self.condition, self.tokens, self._example)
+        return FirstTokensForward(holder, self.condition, self.tokens, self._shapes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.module).forward
-        if kwargs or torch.compiler.is_compiling() or not self._is_like_the_example(args) or not self.condition.holds():
+        fits = not kwargs and [each.shape[1:] if isinstance(each, Tensor) and each.dim() else None for each in args] == self._shapes
+        if not fits or torch.compiler.is_compiling() or not self.condition.holds():
             return forward(self.module, *args, **kwargs)
         before = _asked.set((self.tokens, torch.is_grad_enabled()))
         try:
             return forward(self.module, *args)
         finally:
             _asked.reset(before)
-
-    def _is_like_the_example(self, args: Sequence[Any]) -> bool:
-        return len(args) == len(self._inputs) and all(
-            isinstance(each, Tensor) and each.dim() > 0 and each.shape[1:] == seen if is_tensor else _alike(each, seen)
-            for each, (is_tensor, seen) in zip(args, self._inputs, strict=True)
-        )

@@ -14,7 +14,7 @@ from flysurgery import ops
 from flysurgery.inference.clock import Shapes
 from flysurgery.inference.embedding import METHOD, Embedding
 from flysurgery.inference.find_groups import Findings, Patches
-from flysurgery.inference.first_tokens import FirstTokens, FirstTokensForward, Reading, Unchanged, last_reading
+from flysurgery.inference.first_tokens import FirstTokensForward, Reading, Unchanged, last_reading
 from flysurgery.inference.fused_block import Attending, Form, FusedAttended, FusedBlock, FusedPart, attention_among, form_of
 from flysurgery.inference.fused_modules import EmbeddingStep, Input, Normalized, NormStep, Parameter, PatchesStep, Step
 from flysurgery.inference.graph import UnfitError, attempt, below
@@ -102,7 +102,6 @@ class _Builder:
     def __init__(self, model: nn.Module, found: Findings, trains: bool) -> None:
         self.model, self.found, self.module, self.trains = model, found, model.get_submodule, trains
         self.reading = last_reading(found, trains=trains) if is_plain(model) else None
-        self.tokens = FirstTokens(self.reading.number) if self.reading is not None else None
 
     def build(self) -> Replacements:
         found, built = self.found, Replacements()
@@ -136,8 +135,8 @@ class _Builder:
         built.replacements += blocks
         for fqn, embedding in found.embeddings.items():  # last, so that it sees the modules that were put below its module
             built.replacements.append(self._embedding(fqn, embedding))
-        if self.reading is not None and self.tokens is not None:
-            built.replacements.append(self._first_tokens(self.reading, self.tokens))
+        if self.reading is not None:
+            built.replacements.append(self._first_tokens(self.reading))
         for replacement in built.replacements:
             for candidate in replacement.candidates:
                 candidate.step.trains = self.trains
@@ -200,7 +199,8 @@ class _Builder:
         attending = Attending(own["attention"].step) if "attention" in own and own["attention"].step.enabled else None
         before = None if norm is None else new.get(norm) or self.module(norm)
         inner = view(attention, replaced, attributes)
-        tokens = self.tokens if self.reading is not None and self.reading.linear == part.out.linear else None
+        reading = self.reading
+        tokens = reading.tokens if reading is not None and reading.linear == part.out.linear else None
         return FusedAttended(before, inner, attending, first, own["attn_out"].step, form.handed[part.attention], tokens)
 
     def _projection(self, group: ProjectionGroup) -> Candidate:
@@ -273,7 +273,7 @@ class _Builder:
 
         return Replacement((candidate,), Condition(called, trains=self.trains), put)
 
-    def _first_tokens(self, reading: Reading, tokens: FirstTokens) -> Replacement:
+    def _first_tokens(self, reading: Reading) -> Replacement:
         """A forward that reads no other tokens behind its last attention."""
         model, found = self.model, self.found
         blocks = tuple(f"{fqn}." for fqn in found.blocks)
@@ -281,11 +281,12 @@ class _Builder:
         modules = dict(model.named_modules())
         seeing = [module for fqn, module in modules.items() if found.calls.get(fqn) and not fqn.startswith(others)]
         readers = [module for fqn, module in modules.items() if not f"{fqn}.".startswith(blocks)]
-        condition = Unchanged(seeing, readers, readers, model, self.trains)
+        condition = Unchanged(seeing, readers, itself=model, trains=self.trains)
+        shapes = [each.shape[1:] for each in found.seen.example]
 
         def put(fused: Fused) -> None:
             if reading.block in fused.modules and condition.obstacle() is None:
-                fused.methods["", "forward"] = FirstTokensForward(model, condition, tokens, found.seen.example)
+                fused.methods["", "forward"] = FirstTokensForward(model, condition, reading.tokens, shapes)
 
         return Replacement((), condition, put)
 

@@ -86,7 +86,7 @@ def first(module: nn.Module, tokens: Tensor) -> Tensor:
 )
 def test_the_graph_shows_which_tokens_are_read(made: Any, expected: tuple[str, int] | None) -> None:
     found = last_reading(find_groups(made().eval(), images(2)), trains=True)
-    assert (found and (found.block, found.number)) == expected
+    assert (found and (found.block, found.tokens.count)) == expected
 
 
 @pytest.mark.parametrize("training", [False, True])
