@@ -76,8 +76,10 @@ class Stepper:
         self._optimizer = optimizer_of(model, settings, on_cuda=on_cuda)
         alone = on_cuda and accelerator.num_processes == 1 and accelerator.scaler is None
         captures = alone and _can_be_captured(self._optimizer)
-        with accelerator.autocast():
-            self._is_fused = captures and fuses and fuse(model.eval(), training="captured")
+        self._is_fused = False
+        if captures and fuses:
+            with accelerator.autocast():
+                self._is_fused = fuse(model.to(accelerator.device).eval(), training="captured")  # where it trains, it is measured
         self._updates, self._highest, self.learning_rate = 0, 0.0, 0.0
         self._pull = None if teacher is None else teacher.pull(model)
         if self._pull is not None:
