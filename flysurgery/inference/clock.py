@@ -26,6 +26,9 @@ MOST_ROUNDS, OTHER_SECONDS = 101, 0.05
 """Elsewhere than on CUDA, short calls are timed more often: each way up to so many times, or so many seconds."""
 CACHE_MULTIPLE = 2
 """On CUDA, the inputs of one sample are together this many times larger than the L2 cache."""
+MOST_CALLS = 512
+"""The most inputs of one sample. Thousands of small ones would fill the cache, and capturing their calls would take minutes."""
+
 MOST_COPIES = 64
 """The most inputs of one sample of a whole model. Its weights fill the cache anyway, and capturing hundreds of forwards takes long."""
 
@@ -40,7 +43,7 @@ def random_inputs(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> l
 
 
 def medians_ms(
-    ways: Sequence[Way], inputs: Sequence[Tensor], *, most_copies: int | None = None, captured: bool = True
+    ways: Sequence[Way], inputs: Sequence[Tensor], *, most_copies: int = MOST_CALLS, captured: bool = True
 ) -> tuple[float, ...]:
     """Milliseconds of one call of each way. Every round times all of them, in a new order.
 
@@ -94,11 +97,11 @@ def _sampler(way: Way, inputs: Sequence[Tensor]) -> Sample:
     return sample
 
 
-def copies_beyond_cache(inputs: Sequence[Tensor], multiple: int, most: int | None) -> int:
+def copies_beyond_cache(inputs: Sequence[Tensor], multiple: int, most: int) -> int:
     """How many copies of CUDA inputs are together ``multiple`` times larger than the L2 cache, and one more; at most ``most``."""
     cache_bytes = torch.cuda.get_device_properties(inputs[0].device).L2_cache_size
     count = 1 + multiple * cache_bytes // max(1, sum(each.nbytes for each in inputs))
-    return min(count, most or count)
+    return min(count, most)
 
 
 def all_calls(way: Way, inputs: Sequence[Sequence[Tensor]], launch: str, pool: Any) -> tuple[Callable[[], None], str]:

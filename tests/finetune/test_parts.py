@@ -126,7 +126,7 @@ def test_settings_that_are_left_open_and_runs_long_enough_for_fused_modules() ->
     shared = Settings().completed(teacher=True, sharded=True)
     assert (shared.optimizer, shared.minutes, shared.epochs, shared.learning_rate) == ("adamw", None, 10, 3e-4)
     assert Settings(densify_after=1).completed(teacher=True, labelled=False).optimizer == "adamw"
-    pays = [Settings(**given).pays_fusing(10_000) for given in ({"minutes": 9.9}, {"minutes": 10}, {}, {"epochs": 200})]
+    pays = [Settings(**given).pays_fusing(10_000) for given in ({"minutes": 1.9}, {"minutes": 2}, {}, {"epochs": 25})]
     assert pays == [False, True, False, True]
 
 
