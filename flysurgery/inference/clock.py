@@ -42,9 +42,7 @@ def random_inputs(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> l
     return [torch.randn(shape, generator=generator, dtype=dtype, device=device) for shape in shapes]
 
 
-def medians_ms(
-    ways: Sequence[Way], inputs: Sequence[Tensor], *, most_copies: int = MOST_CALLS, captured: bool = True
-) -> tuple[float, ...]:
+def medians_ms(ways: Sequence[Way], inputs: Sequence[Tensor], *, most_copies: int = MOST_CALLS, captured: bool = True) -> tuple[float, ...]:
     """Milliseconds of one call of each way. Every round times all of them, in a new order.
 
     On CUDA the calls are captured as graphs and run with cold caches; if one of them waits for the device, they are launched from Python.
