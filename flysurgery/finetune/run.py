@@ -25,7 +25,7 @@ from flysurgery.finetune.measure import Judge, Look
 from flysurgery.finetune.settings import Settings
 from flysurgery.finetune.state import Log, States
 from flysurgery.finetune.step import Stepper, optimizer_of
-from flysurgery.finetune.teacher import Teacher, fused_dtype
+from flysurgery.finetune.teacher import Groups, Teacher, fused_dtype
 from flysurgery.surgery import densify, plan_of
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ def train(
         taught = None
         if teacher is not None:
             dtype = fused_dtype(accelerator) if fuses else None
-            taught = opened.enter_context(Teacher(teacher.to(accelerator.device), model, settings, dtype))
+            only = noted.get("fused", {}).get("teacher")
+            taught = opened.enter_context(Teacher(teacher.to(accelerator.device), model, settings, dtype, only=only))
         batches = data.open(here)
         if held_out is not None and isinstance(held_out.dataset, Fractals):
             held_out.dataset.to(accelerator.device)  # pictures that are computed are computed where they are needed
@@ -150,7 +151,10 @@ def train(
 
 @dataclass
 class Notes:
-    """What a run knows of itself; a state holds it as JSON. ``seconds`` are those up to the state."""
+    """What a run knows of itself; a state holds it as JSON. ``seconds`` are those up to the state.
+
+    ``fused`` names the fused groups of the "model" and the "teacher". Times chose them, which differ from run to run.
+    """
 
     updates: int
     learning_rate: float
@@ -160,6 +164,7 @@ class Notes:
     looks: int = LOOKS
     before: Look = field(default_factory=Look)
     last: Look = field(default_factory=Look)
+    fused: dict[str, Groups] = field(default_factory=dict)
 
 
 @dataclass
@@ -200,7 +205,7 @@ class Loop:
         densify_at = None if self.settings.densify_after is None else self.settings.densify_after * self._per_epoch
         if densify_at is not None and begun > densify_at:
             densify(model)
-        self._set_up(model)
+        self._set_up(model, noted.get("fused", {}).get("model"))
         if begun:
             self._take_up(begun, noted)
         else:
@@ -238,9 +243,10 @@ class Loop:
         self.notes.seconds = perf_counter() - begun_at
         return self._finished(spare)
 
-    def _set_up(self, model: nn.Module) -> None:
+    def _set_up(self, model: nn.Module, only: Groups | None = None) -> None:
         """Prepare ``model`` to be trained, and a copy for its best state where something says which is best: a teacher, not labels."""
-        self._stepper = Stepper(model, self.settings, self.accelerator, self.data, self.teacher, fuses=self.fuses)
+        self._stepper = Stepper(model, self.settings, self.accelerator, self.data, self.teacher, fuses=self.fuses, only=only)
+        self.notes.fused = {"model": self._stepper.groups, "teacher": [] if self.teacher is None else self.teacher.groups}
         self._best = Copied(self._stepper.bare) if self.judge.images and not self.data.labelled else None
 
     def _begin(self) -> None:
@@ -269,8 +275,8 @@ class Loop:
 
     def _take_up(self, begun: int, noted: dict[str, Any]) -> None:
         """Go on from a state, with what was found at the start; a rate that is given may have changed."""
-        looks: dict[str, Any] = {name: Look.of_json(noted[name]) for name in ("before", "last")}
-        self.notes = Notes(**noted | looks)
+        now: dict[str, Any] = {name: Look.of_json(noted[name]) for name in ("before", "last")} | {"fused": self.notes.fused}
+        self.notes = Notes(**noted | now)
         self.notes.learning_rate = self.settings.learning_rate or self.notes.learning_rate
         if self.states is not None:
             self.states.load(begun, self._best)

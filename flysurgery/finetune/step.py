@@ -21,7 +21,7 @@ from flysurgery.fidelity import parameter_groups as groups_of_muon
 from flysurgery.finetune.data import TrainingData
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import MUON, Settings
-from flysurgery.finetune.teacher import Teacher, as_tensor, fuse
+from flysurgery.finetune.teacher import Groups, Teacher, as_tensor, fuse
 from flysurgery.inference import restore
 from flysurgery.layers import ButterflyLinear
 
@@ -57,7 +57,8 @@ class Stepper:
     """A model with its optimizer and schedule, as accelerate prepared them, and what its outputs are held against.
 
     On CUDA updates are replayed as one graph, where one process trains alone, in bfloat16 or float32, and the optimizer allows it. Then
-    ``fuses`` puts fused modules into the model until ``close``, where they are faster. Until ``plan`` sets the schedule, the rate is zero.
+    ``fuses`` puts fused modules into the model until ``close``, where they are faster, or those of ``only``; ``groups`` names them. Until
+    ``plan`` sets the schedule, the rate is zero.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Stepper:
         teacher: Teacher | None,
         *,
         fuses: bool,
+        only: Groups | None = None,
     ) -> None:
         self._settings, self._accelerator, self._teacher, self._labelled = settings, accelerator, teacher, data.labelled
         self._own_forward = "forward" in vars(model)
@@ -76,10 +78,10 @@ class Stepper:
         self._optimizer = optimizer_of(model, settings, on_cuda=on_cuda)
         alone = on_cuda and accelerator.num_processes == 1 and accelerator.scaler is None
         captures = alone and _can_be_captured(self._optimizer)
-        self._is_fused = False
+        self.groups: Groups = []
         if captures and fuses:
             with accelerator.autocast():
-                self._is_fused = fuse(model.to(accelerator.device).eval(), training="captured")  # where it trains, it is measured
+                self.groups = fuse(model.to(accelerator.device).eval(), only, training="captured")  # where it trains, it is measured
         self._updates, self._highest, self.learning_rate = 0, 0.0, 0.0
         self._pull = None if teacher is None else teacher.pull(model)
         if self._pull is not None:
@@ -170,7 +172,7 @@ class Stepper:
         if not self._own_forward:
             # with mixed precision accelerate leaves a forward on the instance, which copies and exports would carry along
             vars(model).pop("forward", None)
-        if self._is_fused:
+        if self.groups:
             restore(model)
         self._accelerator.free_memory()
         return model

@@ -22,6 +22,9 @@ from flysurgery.walker import Cut, example_input
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+Groups = list[list[str]]
+"""Names and kinds of groups of layers, as JSON has them."""
+
 SCORES_WEIGHT = 0.5
 """The weight of the teacher's scores, beside the classes' loss and the blocks' errors."""
 
@@ -35,8 +38,13 @@ class Teacher(ExitStack):
     With ``fused`` a copy in that dtype with fused modules runs in its place, without autocast; ``model`` itself judges.
     """
 
-    def __init__(self, model: nn.Module, student: nn.Module, settings: Settings, fused: torch.dtype | None = None) -> None:
-        """Check that the teacher goes with the student: its images, classes, and blocks where these are asked for."""
+    def __init__(
+        self, model: nn.Module, student: nn.Module, settings: Settings, fused: torch.dtype | None = None, *, only: Groups | None = None
+    ) -> None:
+        """Check that the teacher goes with the student: its images, classes, and blocks where these are asked for.
+
+        ``only`` names the groups to fuse, as ``groups`` of an earlier run has them; None measures.
+        """
         super().__init__()
         check_comparable(student, model)
         cuts = () if settings.blocks_weight == 0 else _cuts_around_blocks(model, student)
@@ -52,7 +60,8 @@ class Teacher(ExitStack):
         self.model = model
         self.enter_context(unchanged_state(model))
         self._fast = None if fused is None else copy.deepcopy(model).to(fused)
-        if self._fast is not None and not fuse(self._fast):
+        self.groups = [] if self._fast is None else fuse(self._fast, only)
+        if not self.groups:
             self._fast = None
         self._stream = self.enter_context(Stream(model if self._fast is None else self._fast, self.cuts))
 
@@ -77,12 +86,17 @@ def fused_dtype(accelerator: Accelerator) -> torch.dtype | None:
     return {"no": torch.float32, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
 
 
-def fuse(model: nn.Module, **how: Any) -> bool:
-    """Put fused modules into a model, as ``optimize`` does it; gives whether there are any."""
+def fuse(model: nn.Module, only: Groups | None = None, **how: Any) -> Groups:
+    """Put fused modules into a model, as ``optimize`` does it; gives the names and kinds of the groups.
+
+    With ``only``, those of an earlier call, the same groups are fused, so that a resumed run computes what it would have computed.
+    """
+    if only is not None and not only:
+        return []
     try:
-        return bool(optimize(model, **how).fused)
+        return [[*each] for each in optimize(model, only=only, **how).chosen]
     except (InferenceError, WalkError):  # a model that is optimized already, or cannot be traced
-        return False
+        return []
 
 
 def as_tensor(output: object) -> Tensor:

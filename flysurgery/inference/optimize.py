@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -78,6 +78,11 @@ class OptimizeReport:
         """The rows of the fused groups."""
         return tuple(row for row in self.rows if row.status == "fused")
 
+    @property
+    def chosen(self) -> list[tuple[str, str]]:
+        """The names and kinds of the fused groups, which another ``optimize`` of such a model takes as ``only``."""
+        return [(row.fqn, row.group) for row in self.fused]
+
     def restore(self) -> int:
         """Put the model's own modules back; gives the number of modules."""
         return restore(self.model)
@@ -100,7 +105,9 @@ class OptimizeReport:
         return "\n\n".join([head, text_table(_HEADER, lines, right=("n", "own modules ms", "fused ms"))] if lines else [head])
 
 
-def optimize(model: nn.Module, example: Example | None = None, *, training: Training = False) -> OptimizeReport:
+def optimize(
+    model: nn.Module, example: Example | None = None, *, training: Training = False, only: Iterable[Sequence[str]] | None = None
+) -> OptimizeReport:
     """Replace groups of layers by fused modules, in place, for inference on the device and in the dtype that the model has now.
 
     The groups are found by dataflow, in a trace of the forward pass: [LN -> q, k, v]; attention itself; [its output projection -> layer
@@ -142,9 +149,11 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
         example: the input, a tuple of all positional inputs, or a mapping of inputs by name, with the number of samples to be fast for.
             None: models of timm, vit-pytorch and transformers that take images need none, and 64 images are measured on CUDA.
         training: whether to make training faster in place of inference, called from Python or captured.
+        only: the groups to fuse, as an earlier report's ``chosen`` names them. Nothing is measured then, so the result is always the same.
 
     Raises:
-        InferenceError: the model is optimized, compiled, sharded or wrapped already, or has parameters of several devices.
+        InferenceError: the model is optimized, compiled, sharded or wrapped already, has parameters of several devices, or lacks a group of
+            ``only``.
         WalkError: no example is known for the model, or its forward pass cannot be traced.
     """
     started = perf_counter()
@@ -155,12 +164,14 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     measured_as = (training and autocast_dtype(device.type)) or dtype
     found = find_groups(model, _example(model, device) if example is None else example)
     built = find_replacements(model, found, trains=bool(training))
+    chosen = None if only is None else _chosen(only, built.replacements)
     measured: dict[object, Times] = {}
     images = {each.shape for each in found.seen.example if isinstance(each, Tensor) and each.dim() == 4}
     with rehearsed(model) if training else nullcontext():
         for replacement in built.replacements:
-            _decide(replacement, measured_as, device, measured, images)
-        fused, whole = _not_slower(model, built.replacements, found.seen.example, training, images)
+            _decide(replacement, measured_as, device, measured, images, chosen)
+        timed = found.seen.example if chosen is None else ()
+        fused, whole = _not_slower(model, built.replacements, timed, training, images)
     put(model, fused)
     rows = [_row(candidate) for replacement in built.replacements for candidate in replacement.candidates]
     rows += [OptimizeRow(fqn, group, "left", reason, None, None) for group, fqn, reason in built.without]
@@ -194,12 +205,27 @@ def _example(model: nn.Module, device: torch.device) -> Tensor | tuple[Any, ...]
     return example.new_zeros((MEASURED_IMAGES, *example.shape[1:])) if isinstance(example, Tensor) and device.type == "cuda" else example
 
 
-def _decide(
-    replacement: Replacement, dtype: torch.dtype, device: torch.device, measured: dict[object, Times], images: set[torch.Size]
-) -> None:
-    """Decide for each candidate whether it is fused: whether it may be, a kernel takes it and, on a real device, is faster.
+def _chosen(only: Iterable[Sequence[str]], replacements: Sequence[Replacement]) -> set[tuple[str, str]]:
+    """The names and kinds of ``only``, all of which are those of candidates."""
+    wanted = {(fqn, group) for fqn, group in only}
+    missing = wanted - {(each.fqn, each.group) for replacement in replacements for each in replacement.candidates}
+    if missing:
+        fqn, group = min(missing)
+        raise InferenceError(f"the model has no {group} group named '{fqn}' to fuse; give 'only' what a report of this model chose")
+    return wanted
 
-    ``measured`` keeps the milliseconds of equal groups.
+
+def _decide(
+    replacement: Replacement,
+    dtype: torch.dtype,
+    device: torch.device,
+    measured: dict[object, Times],
+    images: set[torch.Size],
+    chosen: set[tuple[str, str]] | None,
+) -> None:
+    """Decide for each candidate whether it is fused: whether it may be, a kernel takes it and, on a real device, is faster or chosen.
+
+    ``measured`` keeps the milliseconds of equal groups. With ``chosen`` nothing is measured.
     """
     hindrance = replacement.condition.obstacle()
     for candidate in replacement.candidates:
@@ -219,7 +245,9 @@ def _decide(
                 continue
             if isinstance(found, Way):
                 candidate.launches = found.launches()
-            if device.type == "meta":
+            if chosen is not None and (candidate.fqn, candidate.group) not in chosen:
+                candidate.leave(Reason("not-chosen", "it is not among the groups that were asked for"))
+            if chosen is not None or device.type == "meta":
                 continue
             key = (candidate.group, step.likeness(), candidate.shapes, dtype)
             if key not in measured:
@@ -237,14 +265,14 @@ def _not_slower(
     """What is put into ``model``, so that it is not slower than without, and both times.
 
     While the model is slower, the kind of group that gained the least is left as it was. The times are None where nothing was measured:
-    if no group is fused, on the meta device, and if the example contains anything other than tensors.
+    if no group is fused, on the meta device, and if the example is empty or contains anything other than tensors.
     """
     while True:
         fused = Fused({}, {})
         for replacement in replacements:
             if not replacement.is_left:
                 replacement.put(fused)
-        if not any(fused) or not all(isinstance(each, Tensor) and not each.is_meta for each in example):
+        if not any(fused) or not example or not all(isinstance(each, Tensor) and not each.is_meta for each in example):
             return fused, None
         ways, most = [model, view(model, *fused)], clock.MOST_COPIES
         if training:

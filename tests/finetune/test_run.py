@@ -22,7 +22,7 @@ from torch import nn
 from flysurgery.checkpoint import load, save, save_dense
 from flysurgery.errors import DataError, FlysurgeryError, OptionError, TrainingError
 from flysurgery.fidelity import Copied
-from flysurgery.finetune import Settings, held_out_data, judging_data, train, training_data
+from flysurgery.finetune import Settings, held_out_data, judging_data, run, train, training_data
 from flysurgery.finetune.batches import policy_of
 from flysurgery.finetune.devices import accelerator_for
 from flysurgery.finetune.measure import Judge, Look
@@ -92,6 +92,33 @@ def test_a_stopped_run_with_a_budget_goes_on_as_it_would_have(
     monkeypatch.setattr("flysurgery.finetune.run.affordable", lambda *_: next(counts))  # a resumed run asks no more
     check_resumed(tmp_path, lambda **more: taught(converted(0), photographs, settings, **more), stopped=8, state=6, every=3)
     assert rows(tmp_path / "whole")[-1]["update"] == "11"
+
+
+def test_a_run_taken_up_again_fuses_the_groups_of_before(
+    photographs: Path, converted: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if there were a GPU: two runs may measure other groups as faster, and other kernels round otherwise."""
+    asked = list[object]()
+
+    def noting(of: type, group: str) -> type:
+        class Noting(of):
+            def __init__(self, *given: Any, only: object = None, **more: Any) -> None:
+                super().__init__(*given, **more)
+                asked.append(only)
+                self.groups = [[group, "ffn"]]
+
+        return Noting
+
+    monkeypatch.setattr(run, "Stepper", noting(run.Stepper, "blocks.0.mlp.fc2"))
+    monkeypatch.setattr(run, "Teacher", noting(run.Teacher, "blocks.1.mlp.fc2"))
+    check_resumed(
+        tmp_path,
+        lambda **more: taught(converted(0), photographs, replace(UNLABELLED, save_every=3), **more),
+        stopped=8,
+        state=6,
+        every=3,
+    )
+    assert asked == [None] * 4 + [[["blocks.1.mlp.fc2", "ffn"]], [["blocks.0.mlp.fc2", "ffn"]]]
 
 
 def test_it_learns_from_labels(converted: Make) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -233,6 +234,21 @@ def test_a_slower_kernel_is_left_with_both_times_at_the_given_batch(called: list
     assert (report.rows[0].plain_ms, report.rows[0].fused_ms) == (1.0, 1.5)
     assert not any(isinstance(module, StandIn) for module in model.modules())
     assert shapes == {(5, 3, 32, 32), (5, 2, 17, 24), (5 * 17, 48)}
+
+
+def test_groups_that_were_chosen_before_are_fused_and_no_others_and_nothing_is_measured(
+    called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, model, other = small(), small(), small()
+    wanted = [each for each in flysurgery.optimize(first, images(first)).chosen if each[1] != "qkv"]
+    monkeypatch.setattr(clock, "medians_ms", lambda *_, **more: pytest.fail("it is measured"))
+    report = flysurgery.optimize(model, images(model), only=json.loads(json.dumps(wanted)))
+    assert report.chosen == wanted and report.whole_ms is None
+    assert {*left(report).values()} == {"not-chosen"}
+    assert_equal(model(images(model)), first(images(first)))
+    with pytest.raises(InferenceError, match=r"no ffn group named 'blocks\.9\.mlp\.fc2'"):
+        flysurgery.optimize(other, images(other), only=[*wanted, ("blocks.9.mlp.fc2", "ffn")])
+    assert not any(isinstance(module, StandIn) for module in other.modules())
 
 
 def test_what_makes_the_whole_model_slower_is_taken_back_the_least_gain_first(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
