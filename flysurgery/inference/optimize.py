@@ -205,13 +205,14 @@ def _example(model: nn.Module, device: torch.device) -> Tensor | tuple[Any, ...]
     return example.new_zeros((MEASURED_IMAGES, *example.shape[1:])) if isinstance(example, Tensor) and device.type == "cuda" else example
 
 
-def _chosen(only: Iterable[Sequence[str]], replacements: Sequence[Replacement]) -> set[tuple[str, str]]:
+def _chosen(only: Iterable[Sequence[str]], replacements: Sequence[Replacement]) -> set[tuple[str, ...]]:
     """The names and kinds of ``only``, all of which are those of candidates."""
-    wanted = {(fqn, group) for fqn, group in only}
+    wanted = {tuple(each) for each in only}
     missing = wanted - {(each.fqn, each.group) for replacement in replacements for each in replacement.candidates}
     if missing:
-        fqn, group = min(missing)
-        raise InferenceError(f"the model has no {group} group named '{fqn}' to fuse; give 'only' what a report of this model chose")
+        raise InferenceError(
+            f"the model has no group {min(missing)} to fuse; 'only' takes pairs of a name and a kind, as a report's 'chosen' has them"
+        )
     return wanted
 
 
@@ -221,7 +222,7 @@ def _decide(
     device: torch.device,
     measured: dict[object, Times],
     images: set[torch.Size],
-    chosen: set[tuple[str, str]] | None,
+    chosen: set[tuple[str, ...]] | None,
 ) -> None:
     """Decide for each candidate whether it is fused: whether it may be, a kernel takes it and, on a real device, is faster or chosen.
 

@@ -246,8 +246,9 @@ def test_groups_that_were_chosen_before_are_fused_and_no_others_and_nothing_is_m
     assert report.chosen == wanted and report.whole_ms is None
     assert {*left(report).values()} == {"not-chosen"}
     assert_equal(model(images(model)), first(images(first)))
-    with pytest.raises(InferenceError, match=r"no ffn group named 'blocks\.9\.mlp\.fc2'"):
-        flysurgery.optimize(other, images(other), only=[*wanted, ("blocks.9.mlp.fc2", "ffn")])
+    for wrong, named in (("blocks.9.mlp.fc2", "ffn"), r"\('blocks\.9\.mlp\.fc2', 'ffn'\)"), ("ffn", r"\('f', 'f', 'n'\)"):
+        with pytest.raises(InferenceError, match=f"no group {named} to fuse; 'only' takes pairs"):
+            flysurgery.optimize(other, images(other), only=[*wanted, wrong])
     assert not any(isinstance(module, StandIn) for module in other.modules())
 
 
