@@ -97,6 +97,9 @@ def fuse(model: nn.Module, only: Groups | None = None, **how: Any) -> Groups:
         return [[*each] for each in optimize(model, only=only, **how).chosen]
     except (InferenceError, WalkError):  # a model that is optimized already, or cannot be traced
         return []
+    except torch.cuda.OutOfMemoryError:  # measuring may need more than the updates do, whose batches may be smaller
+        torch.cuda.empty_cache()
+        return []
 
 
 def as_tensor(output: object) -> Tensor:

@@ -14,14 +14,14 @@ from PIL import Image
 from torch import nn
 
 from flysurgery.checkpoint import build_base
-from flysurgery.errors import DataError, OptionError, TrainingError
+from flysurgery.errors import DataError, InferenceError, OptionError, TrainingError
 from flysurgery.evaluation import preparation
 from flysurgery.finetune import Settings, held_out_data, training_data
 from flysurgery.finetune.batches import Batches, Process
 from flysurgery.finetune.data import read_pictures, unlabelled_files
 from flysurgery.finetune.devices import accelerator_for
 from flysurgery.finetune.step import features_loss, logits_loss, parameter_groups
-from flysurgery.finetune.teacher import Teacher
+from flysurgery.finetune.teacher import Teacher, fuse
 from flysurgery.surgery import is_optimized
 from tests.finetune.conftest import built
 
@@ -128,6 +128,15 @@ def test_settings_that_are_left_open_and_runs_long_enough_for_fused_modules() ->
     assert Settings(densify_after=1).completed(teacher=True, labelled=False).optimizer == "adamw"
     pays = [Settings(**given).pays_fusing(10_000) for given in ({"minutes": 1.9}, {"minutes": 2}, {}, {"epochs": 25})]
     assert pays == [False, True, False, True]
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("CUDA out of memory"), InferenceError("optimized already")])
+def test_a_model_that_cannot_be_fused_trains_as_it_is(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **more: object) -> None:
+        raise error
+
+    monkeypatch.setattr("flysurgery.finetune.teacher.optimize", fail)
+    assert fuse(nn.Linear(2, 2), training="captured") == []
 
 
 @pytest.mark.gpu
