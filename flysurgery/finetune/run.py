@@ -275,8 +275,8 @@ class Loop:
 
     def _take_up(self, begun: int, noted: dict[str, Any]) -> None:
         """Go on from a state, with what was found at the start; a rate that is given may have changed."""
-        now: dict[str, Any] = {name: Look.of_json(noted[name]) for name in ("before", "last")} | {"fused": self.notes.fused}
-        self.notes = Notes(**noted | now)
+        looks: dict[str, Any] = {name: Look.of_json(noted[name]) for name in ("before", "last")}
+        self.notes = Notes(**noted | looks)
         self.notes.learning_rate = self.settings.learning_rate or self.notes.learning_rate
         if self.states is not None:
             self.states.load(begun, self._best)

@@ -91,7 +91,7 @@ def fuse(model: nn.Module, only: Groups | None = None, **how: Any) -> Groups:
 
     With ``only``, those of an earlier call, the same groups are fused, so that a resumed run computes what it would have computed.
     """
-    if only is not None and not only:
+    if only == []:
         return []
     try:
         return [[*each] for each in optimize(model, only=only, **how).chosen]

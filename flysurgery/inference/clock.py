@@ -49,7 +49,7 @@ def medians_ms(ways: Sequence[Way], inputs: Sequence[Tensor], *, most_copies: in
     Elsewhere the wall clock is used.
 
     Args:
-        most_copies: bounds the inputs of one sample, for ways whose weights fill the cache by themselves.
+        most_copies: the most inputs of one sample; fewer do for ways whose weights fill the cache by themselves.
         captured: whether calls are captured where that is possible.
     """
     if not inputs[0].is_cuda:

@@ -149,7 +149,7 @@ def optimize(
         example: the input, a tuple of all positional inputs, or a mapping of inputs by name, with the number of samples to be fast for.
             None: models of timm, vit-pytorch and transformers that take images need none, and 64 images are measured on CUDA.
         training: whether to make training faster in place of inference, called from Python or captured.
-        only: the groups to fuse, as an earlier report's ``chosen`` names them. Nothing is measured then, so the result is always the same.
+        only: the groups to fuse, as an earlier report's ``chosen`` names them. Nothing is measured then.
 
     Raises:
         InferenceError: the model is optimized, compiled, sharded or wrapped already, has parameters of several devices, or lacks a group of
@@ -170,8 +170,10 @@ def optimize(
     with rehearsed(model) if training else nullcontext():
         for replacement in built.replacements:
             _decide(replacement, measured_as, device, measured, images, chosen)
-        timed = found.seen.example if chosen is None else ()
-        fused, whole = _not_slower(model, built.replacements, timed, training, images)
+        if chosen is None:
+            fused, whole = _not_slower(model, built.replacements, found.seen.example, training, images)
+        else:
+            fused, whole = _all(built.replacements), None
     put(model, fused)
     rows = [_row(candidate) for replacement in built.replacements for candidate in replacement.candidates]
     rows += [OptimizeRow(fqn, group, "left", reason, None, None) for group, fqn, reason in built.without]
@@ -260,20 +262,26 @@ def _decide(
             candidate.leave(Reason("slower", f"fused it takes {fused_ms:.3g} ms here, by its own modules {plain_ms:.3g} ms"))
 
 
+def _all(replacements: Sequence[Replacement]) -> Fused:
+    """What is put into the model by those that are not left."""
+    fused = Fused({}, {})
+    for replacement in replacements:
+        if not replacement.is_left:
+            replacement.put(fused)
+    return fused
+
+
 def _not_slower(
     model: nn.Module, replacements: Sequence[Replacement], example: tuple[Any, ...], training: Training, images: set[torch.Size]
 ) -> tuple[Fused, Times | None]:
     """What is put into ``model``, so that it is not slower than without, and both times.
 
     While the model is slower, the kind of group that gained the least is left as it was. The times are None where nothing was measured:
-    if no group is fused, on the meta device, and if the example is empty or contains anything other than tensors.
+    if no group is fused, on the meta device, and if the example contains anything other than tensors.
     """
     while True:
-        fused = Fused({}, {})
-        for replacement in replacements:
-            if not replacement.is_left:
-                replacement.put(fused)
-        if not any(fused) or not example or not all(isinstance(each, Tensor) and not each.is_meta for each in example):
+        fused = _all(replacements)
+        if not any(fused) or not all(isinstance(each, Tensor) and not each.is_meta for each in example):
             return fused, None
         ways, most = [model, view(model, *fused)], clock.MOST_COPIES
         if training:
