@@ -58,16 +58,16 @@ __all__ = [
 if TYPE_CHECKING:
     from flysurgery.checkpoint import load, push_to_hub, save
     from flysurgery.evaluation import evaluate
-    from flysurgery.inference import capture, convert, optimize, restore
+    from flysurgery.inference import capture, optimize, restore
     from flysurgery.layers import ButterflyLinear
-    from flysurgery.surgery import Plan, Report, apply, densify, plan
+    from flysurgery.surgery import Plan, Report, apply, convert, densify, plan
 else:
     _ROOMS = {
         "checkpoint": ("load", "push_to_hub", "save"),
         "evaluation": ("evaluate",),
-        "inference": ("capture", "convert", "optimize", "restore"),
+        "inference": ("capture", "optimize", "restore"),
         "layers": ("ButterflyLinear",),
-        "surgery": ("Plan", "Report", "apply", "densify", "plan"),
+        "surgery": ("Plan", "Report", "apply", "convert", "densify", "plan"),
     }
 
     def __getattr__(name: str) -> object:

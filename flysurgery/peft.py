@@ -10,8 +10,8 @@ from peft.tuners.lora import Linear
 from torch import nn
 
 from flysurgery.errors import SurgeryError
+from flysurgery.inference import is_optimized
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
-from flysurgery.surgery import is_optimized
 from flysurgery.surgery.change import dense_layer
 
 

@@ -17,8 +17,10 @@ from flysurgery.bench.timing import TIMED_MODES
 from flysurgery.bench.variants import OPTIMIZED, chosen_backends, definitions, dense_linear, fused_modules, reset
 from flysurgery.errors import OptionError, first_line
 from flysurgery.patterns import Architecture
-from flysurgery.surgery import LayerPlan, Plan, Reason, grouped, install, named_candidates, sample_shape
+from flysurgery.reason import Reason
+from flysurgery.surgery import LayerPlan, Plan, install, named_candidates, sample_shape
 from flysurgery.surgery.change import build_empty
+from flysurgery.tables import grouped
 
 WHOLE = "(model)"
 """Stands in the column ``layer`` of rows about the whole model."""

@@ -8,6 +8,7 @@ import typer
 
 from flysurgery.cli import options
 from flysurgery.errors import BackendError, OptionError
+from flysurgery.tables import text_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,7 +92,6 @@ def _step(network: nn.Module, batch: int, arithmetic: str, train: bool) -> None:
 
 
 def _table(tunings: list[Tuning]) -> str:
-    from flysurgery.surgery import text_table
 
     columns = ("kernel", "architecture", "mode", "linears", "rows", "default us", "fastest us")
     lines = []

@@ -13,7 +13,7 @@ import typer
 from flysurgery.bench import Protocol, Sheet
 from flysurgery.cli import options
 from flysurgery.cli.tables import progress
-from flysurgery.surgery import text_table
+from flysurgery.tables import text_table
 
 TITLES = {
     "peak_gib": "peak GiB",

@@ -12,6 +12,7 @@ from flysurgery.cli import options
 from flysurgery.cli.options import option
 from flysurgery.cli.processes import check_shared, device_of_process, is_first, together
 from flysurgery.errors import OptionError
+from flysurgery.tables import blocks_of_text, changes_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +66,7 @@ def convert(
     import torch
 
     from flysurgery import checkpoint as storage
-    from flysurgery import evaluation, inference, surgery
+    from flysurgery import evaluation, surgery
     from flysurgery.bench import check_plot, draw_tradeoff
     from flysurgery.cli.source import find_dense
     from flysurgery.cli.tables import accuracy_rows, progress, show, tell_skipped
@@ -110,9 +111,9 @@ def convert(
     fitting = {**fits, "init": init, "seed": seed, "reconstruct": reconstruct if minutes is None else minutes}
     tradeoff = measurement = None
     if allocated and fidelity is None:
-        setting = inference.Setting(batch, None if dtype is None else getattr(torch, dtype), optimize) if measure else None
+        setting = surgery.Setting(batch, None if dtype is None else getattr(torch, dtype), optimize) if measure else None
         with progress("measuring" if measure else "choosing") as step:
-            found = inference.choose(plan, network, setting, budget, calibrate=inputs, samples=samples, progress=step)
+            found = surgery.choose(plan, network, setting, budget, calibrate=inputs, samples=samples, progress=step)
         plan, tradeoff, measurement = found
     if dry_run:
         _print_plan(plan, tradeoff, measurement, as_json=as_json)
@@ -137,7 +138,7 @@ def convert(
     if plot is not None and tradeoff is not None:
         chosen = (tradeoff.chosen.share, tradeoff.chosen.error)
         draw_tradeoff([(each.share, each.error) for each in tradeoff.curve], chosen, plot, unit=tradeoff.unit)
-    text = surgery.blocks_of_text(report, surgery.changes_table("measured", changes), f"saved in {folder}")
+    text = blocks_of_text(report, changes_table("measured", changes), f"saved in {folder}")
     show({"folder": str(folder), "accuracy": accuracy} | report.to_json(), text, as_json=as_json)
 
 
@@ -148,7 +149,7 @@ def _print_plan(plan: Plan, tradeoff: Tradeoff | None, measurement: Measurement 
 
     chosen_by = {name: each for name, each in (("tradeoff", tradeoff), ("measurement", measurement)) if each is not None}
     document = {"plan": plan.to_json()} | surgery.as_json(chosen_by)
-    show(document, surgery.blocks_of_text(plan, *chosen_by.values()), as_json=as_json)
+    show(document, blocks_of_text(plan, *chosen_by.values()), as_json=as_json)
 
 
 def _bytes(skeleton: nn.Module, plan: Plan, dtype: options.StorageType | None) -> int:

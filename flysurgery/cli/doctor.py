@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 
 from flysurgery.cli.options import Json
+from flysurgery.tables import blocks_of_text, text_table
 
 PACKAGES = ("flysurgery", "torch", "timm", "vit-pytorch", "safetensors", "cuda-core")
 PROBE_FEATURES, PROBE_ROWS = 384, 25216
@@ -20,7 +21,6 @@ def doctor(as_json: Json = False) -> None:
     """Tell what this machine can run, and why not: versions, devices, the kernels' compiler and cache, backends."""
     from flysurgery.cli.tables import show
     from flysurgery.gpu.device import cuda_facts
-    from flysurgery.surgery import blocks_of_text, text_table
 
     python = ("python", f"{platform.python_version()} on {platform.platform()}", None)
     found = [python, *map(_package, PACKAGES), *_torch_facts(), *cuda_facts()]

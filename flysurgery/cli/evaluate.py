@@ -7,6 +7,7 @@ from typing import Annotated
 
 from flysurgery.cli import options
 from flysurgery.errors import OptionError
+from flysurgery.tables import blocks_of_text, text_table
 
 DATA_HELP = "The digits, generated fractals, or a folder with one folder of images a class; with --against any folder of images."
 AGAINST_HELP = (
@@ -37,7 +38,7 @@ def evaluate(
     from flysurgery.cli.source import find_pair
     from flysurgery.cli.tables import show, tell_skipped
     from flysurgery.surgery import as_json as json_of
-    from flysurgery.surgery import block_errors, blocks_of_text, measures, text_table
+    from flysurgery.surgery import block_errors, measures
 
     if against is None and samples is not None:
         raise OptionError("--samples goes with --against MODEL; accuracy is measured on all images")

@@ -11,6 +11,7 @@ import typer
 from flysurgery.cli import options
 from flysurgery.cli.options import option
 from flysurgery.errors import CheckpointError, OptionError
+from flysurgery.tables import blocks_of_text, changes_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -141,7 +142,7 @@ def finetune(
     lines = [f"{outcome.updates} updates, {speed}", f"saved in {out}, log in {folder / 'log.csv'}"]
     if not outcome.labelled:
         lines.insert(0, f"{data} is used without labels; the state of update {outcome.kept} is the closest to the teacher")
-    text = surgery.blocks_of_text(surgery.changes_table("fine-tuning", rows), "\n".join(lines))
+    text = blocks_of_text(changes_table("fine-tuning", rows), "\n".join(lines))
     show({"folder": str(out), "log": str(folder / "log.csv")} | facts, text, as_json=as_json)
 
 

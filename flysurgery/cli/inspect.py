@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from flysurgery.cli import options
+from flysurgery.tables import blocks_of_text, layer_table
 
 ALIKE = ("role", "in_features", "out_features", "calls", "obstacles")
 """What layers that share a row have in common."""
@@ -41,12 +42,11 @@ def inspect(
     blocks = block_names(targets)
     last = f"blocks 0 to {len(blocks) - 1}: {blocks[0]} to {blocks[-1]}" if blocks else None
     document = {"model": model, "params": total, "linear_flops": _sum(lines, "flops"), "blocks": list(blocks), "targets": lines}
-    show(document, surgery.blocks_of_text(_layers(lines, total), last), as_json=as_json)
+    show(document, blocks_of_text(_layers(lines, total), last), as_json=as_json)
 
 
 def _layers(lines: Sequence[dict[str, Any]], total: int) -> str:
     """A row for layers that are alike; ``total`` counts the model's parameters."""
-    from flysurgery.surgery import layer_table
 
     def obstacles(members: Sequence[dict[str, Any]]) -> str:
         found = members[0]["obstacles"]

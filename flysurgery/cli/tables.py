@@ -12,7 +12,7 @@ import typer
 from flysurgery.calibration import Samples
 from flysurgery.cli.processes import is_first
 from flysurgery.evaluation import Accuracy
-from flysurgery.surgery import text_table
+from flysurgery.tables import text_table
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:

@@ -11,7 +11,8 @@ from flysurgery.calibration import Samples, samples_of, unchanged_state
 from flysurgery.errors import DataError, OptionError, SurgeryError, WalkError
 from flysurgery.evaluation.data import load_unseen, preparation
 from flysurgery.fidelity import Fidelity, measure_fidelity
-from flysurgery.surgery import classes_of, is_optimized, plan_of
+from flysurgery.inference import is_optimized
+from flysurgery.surgery import classes_of, plan_of
 from flysurgery.walker import Cut, find_cuts, survey
 
 

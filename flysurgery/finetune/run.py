@@ -25,7 +25,8 @@ from flysurgery.finetune.measure import Judge, Look
 from flysurgery.finetune.settings import Settings
 from flysurgery.finetune.state import Log, States
 from flysurgery.finetune.step import Stepper, optimizer_of
-from flysurgery.finetune.teacher import Groups, Teacher, fused_dtype
+from flysurgery.finetune.teacher import Teacher, fused_dtype
+from flysurgery.inference import Groups
 from flysurgery.surgery import densify, plan_of
 
 if TYPE_CHECKING:

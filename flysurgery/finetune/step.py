@@ -21,8 +21,8 @@ from flysurgery.fidelity import parameter_groups as groups_of_muon
 from flysurgery.finetune.data import TrainingData
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import MUON, Settings
-from flysurgery.finetune.teacher import Groups, Teacher, as_tensor, fuse
-from flysurgery.inference import restore
+from flysurgery.finetune.teacher import Teacher, as_tensor
+from flysurgery.inference import Groups, fuse, restore
 from flysurgery.layers import ButterflyLinear
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Stepper:
         self.groups: Groups = []
         if captures and fuses:
             with accelerator.autocast():
-                self.groups = fuse(model.to(accelerator.device).eval(), only, training="captured")  # where it trains, it is measured
+                self.groups = fuse(model.to(accelerator.device).eval(), only=only, training="captured")  # where it trains, it is measured
         self._updates, self._highest, self.learning_rate = 0, 0.0, 0.0
         self._pull = None if teacher is None else teacher.pull(model)
         if self._pull is not None:

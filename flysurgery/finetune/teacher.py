@@ -5,25 +5,22 @@ from __future__ import annotations
 import copy
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from flysurgery.calibration import main_output, run, unchanged_state
-from flysurgery.errors import InferenceError, TrainingError, WalkError
+from flysurgery.errors import TrainingError
 from flysurgery.evaluation import check_comparable, common_cuts
 from flysurgery.fidelity import OUTPUT_WEIGHT, REACH, Pull, Stream, relative_error
 from flysurgery.finetune.settings import Settings
-from flysurgery.inference import optimize
+from flysurgery.inference import Groups, fuse
 from flysurgery.surgery import classes_of
 from flysurgery.walker import Cut, example_input
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-Groups = list[list[str]]
-"""Names and kinds of groups of layers, as JSON has them."""
 
 SCORES_WEIGHT = 0.5
 """The weight of the teacher's scores, beside the classes' loss and the blocks' errors."""
@@ -60,7 +57,7 @@ class Teacher(ExitStack):
         self.model = model
         self.enter_context(unchanged_state(model))
         self._fast = None if fused is None else copy.deepcopy(model).to(fused)
-        self.groups = [] if self._fast is None else fuse(self._fast, only)
+        self.groups = [] if self._fast is None else fuse(self._fast, only=only)
         if not self.groups:
             self._fast = None
         self._stream = self.enter_context(Stream(model if self._fast is None else self._fast, self.cuts))
@@ -84,22 +81,6 @@ def fused_dtype(accelerator: Accelerator) -> torch.dtype | None:
     There the stream between the blocks, which autocast keeps in float32, may overflow.
     """
     return {"no": torch.float32, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
-
-
-def fuse(model: nn.Module, only: Groups | None = None, **how: Any) -> Groups:
-    """Put fused modules into a model, as ``optimize`` does it; gives the names and kinds of the groups.
-
-    With ``only``, those of an earlier call, the same groups are fused, so that a resumed run computes what it would have computed.
-    """
-    if only == []:
-        return []
-    try:
-        return [[*each] for each in optimize(model, only=only, **how).chosen]
-    except (InferenceError, WalkError):  # a model that is optimized already, or cannot be traced
-        return []
-    except torch.cuda.OutOfMemoryError:  # measuring may need more than the updates do, whose batches may be smaller
-        torch.cuda.empty_cache()
-        return []
 
 
 def as_tensor(output: object) -> Tensor:

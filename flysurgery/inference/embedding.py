@@ -20,7 +20,7 @@ from flysurgery.errors import WalkError
 from flysurgery.inference.graph import Calls, UnfitError, below, operators, read, sole_user, watch
 from flysurgery.inference.match import Held, held_of
 from flysurgery.inference.standin import Condition, StandInMethod, Together
-from flysurgery.surgery import Reason
+from flysurgery.reason import Reason
 from flysurgery.walker import Survey, is_in_place, name_of, shape_of
 
 METHOD = "_pos_embed"

@@ -15,7 +15,7 @@ from flysurgery.inference.graph import Calls, attempt, below, read, watch
 from flysurgery.inference.match import AttentionOut, Block, BlockMatcher, FeedForwardGroup, Matcher, NormModule, ProjectionGroup
 from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
-from flysurgery.surgery import Reason
+from flysurgery.reason import Reason
 from flysurgery.walker import Example, Survey, name_of
 
 

@@ -17,9 +17,10 @@ from flysurgery.inference.find_groups import find_groups
 from flysurgery.inference.first_tokens import FirstTokensForward
 from flysurgery.inference.gradients import rehearsed, training_calls, with_gradients
 from flysurgery.inference.replacement import Candidate, Replacement, find_replacements
-from flysurgery.inference.standin import Fused, put, restore, view
+from flysurgery.inference.standin import Fused, is_optimized, put, restore, view
 from flysurgery.ops import Way
-from flysurgery.surgery import Reason, grouped, is_optimized, text_table
+from flysurgery.reason import Reason
+from flysurgery.tables import grouped, text_table
 from flysurgery.torch_state import autocast_dtype
 from flysurgery.walker import Example, example_input
 

@@ -32,7 +32,7 @@ from flysurgery.inference.standin import (
     is_plain,
     view,
 )
-from flysurgery.surgery import Reason
+from flysurgery.reason import Reason
 from flysurgery.walker import shape_of
 
 Group = TypeVar("Group")

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from flysurgery.errors import InferenceError
 from flysurgery.ops import forget_moved
-from flysurgery.surgery import STANDS_FOR
+
+STANDS_FOR = "_flysurgery_stands_for"
+"""On a fused module of an optimized model: the module in whose place it stands; on one on which fused methods were set, itself, and the
+methods' names."""
 
 _DICTIONARIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
 _training = attrgetter("training")
@@ -274,6 +277,11 @@ def put(model: nn.Module, fused: Fused) -> None:
         vars(module).update({name: method, STANDS_FOR: (*vars(module).get(STANDS_FOR, (module,)), name)})
     for each in (*fused.modules.values(), *fused.methods.values()):
         each.condition.settle()
+
+
+def is_optimized(model: nn.Module) -> bool:
+    """Whether fused modules stand in ``model``, or a fused method was set on one of its own."""
+    return any(STANDS_FOR in vars(module) for module in model.modules())
 
 
 def restore(model: nn.Module) -> int:

@@ -20,12 +20,14 @@ from flysurgery.surgery.base import (
     quantization_entry,
     transformers_arguments,
 )
-from flysurgery.surgery.change import STANDS_FOR, is_optimized, plan_of
+from flysurgery.surgery.change import plan_of
 from flysurgery.surgery.choices import Measurement, TimedChoice, TimedGroup, Tradeoff
-from flysurgery.surgery.plan import ExampleInput, LayerPlan, Part, Plan, Reason
+from flysurgery.surgery.choosing import Setting, choose_measured
+from flysurgery.surgery.convert import choose, convert
+from flysurgery.surgery.measuring import measure_groups
+from flysurgery.surgery.plan import ExampleInput, LayerPlan, Part, Plan
 from flysurgery.surgery.planning import count_samples, plan
 from flysurgery.surgery.report import Report, Row, block_errors, fidelity_rows, measures
 from flysurgery.surgery.serial import as_json
-from flysurgery.surgery.tables import blocks_of_text, changes_table, grouped, layer_table, text_table
 
-__all__ = ["Plan", "Report", "apply", "densify", "install", "plan"]
+__all__ = ["Plan", "Report", "apply", "convert", "densify", "install", "plan"]

@@ -16,11 +16,12 @@ from flysurgery.calibration import Data, samples_of
 from flysurgery.errors import OptionError, PatternError, PlanError
 from flysurgery.fidelity import Progress
 from flysurgery.patterns import Architecture, gonon, low_rank, monarch
+from flysurgery.reason import Reason
 from flysurgery.surgery.apply import apply, check_calibration, install, sample_shape
 from flysurgery.surgery.check import check_plan, check_weights
 from flysurgery.surgery.choices import Point, TimedGroup, Tradeoff
 from flysurgery.surgery.option_errors import Option, Unit, judge, look
-from flysurgery.surgery.plan import LayerPlan, Part, Plan, Reason
+from flysurgery.surgery.plan import LayerPlan, Part, Plan
 from flysurgery.surgery.projecting import NO_ERROR
 from flysurgery.surgery.report import Report
 

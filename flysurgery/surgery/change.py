@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flysurgery.errors import SurgeryError
 from flysurgery.factors import factors_to_dense
+from flysurgery.inference import is_optimized
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
 from flysurgery.surgery.base import ENTRY_POINT, is_of_timm, is_of_transformers, quantization_entry
 from flysurgery.surgery.plan import LayerPlan, Part, Plan
@@ -24,19 +25,11 @@ Dense: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 PLAN = "_flysurgery_plan"
 SWITCHES_BEFORE = "_flysurgery_switches_before"
-STANDS_FOR = "_flysurgery_stands_for"
-"""On a fused module of an optimized model: the module in whose place it stands; on one on which fused methods were set, itself, and the
-methods' names."""
 
 
 def plan_of(model: nn.Module) -> Plan | None:
     """The plan that ``model`` was converted by, None for a model that is not converted. Copies and pickles keep it."""
     return getattr(model, PLAN, None)
-
-
-def is_optimized(model: nn.Module) -> bool:
-    """Whether fused modules stand in ``model``, or a fused method was set on one of its own."""
-    return any(STANDS_FOR in vars(module) for module in model.modules())
 
 
 def converted_layers(model: nn.Module) -> dict[str, ButterflyLinear | SplitLinear]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flysurgery.patterns import Architecture
-from flysurgery.surgery.tables import blocks_of_text, grouped, text_table
+from flysurgery.tables import blocks_of_text, grouped, text_table
 
 MEASURED = ("measured", "n", "choice", "ms", "/ dense", "fused", "chosen")
 

@@ -26,8 +26,9 @@ from flysurgery.projection import (
     project,
     workers,
 )
+from flysurgery.reason import Reason
 from flysurgery.surgery.change import Dense, changing, matrix_of, prepare
-from flysurgery.surgery.plan import LayerPlan, Part, Plan, Reason
+from flysurgery.surgery.plan import LayerPlan, Part, Plan
 from flysurgery.surgery.projecting import NO_ERROR, naming
 
 LEAST_SAMPLES = 3

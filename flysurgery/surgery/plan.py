@@ -13,8 +13,9 @@ from typing import Any, Literal
 from flysurgery.errors import PatternError, PlanError, shown
 from flysurgery.layers import SplitLinear
 from flysurgery.patterns import MAX_FEATURES, Architecture, check_fits, family_of
+from flysurgery.reason import Reason
 from flysurgery.surgery.serial import LATER, as_json, from_json
-from flysurgery.surgery.tables import blocks_of_text, changes_table, kept_table, layer_totals, replaced_table
+from flysurgery.tables import blocks_of_text, changes_table, kept_table, layer_totals, replaced_table
 from flysurgery.walker import Role, Switch
 
 SCHEMA = 1
@@ -22,14 +23,6 @@ SCHEMA = 1
 
 MAX_EXAMPLE_ENTRIES = 1 << 28
 """Largest accepted example input. Plans come from files, so sizes are bounded before anything is allocated."""
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why a layer stays dense: a code for programs and a sentence for people."""
-
-    code: str
-    text: str
 
 
 @dataclass(frozen=True)

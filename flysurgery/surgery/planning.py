@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from flysurgery.errors import OptionError, PatternError, PlanError, SelectionError
 from flysurgery.patterns import ARCHITECTURES, OF_BLOCKS, Architecture, named
+from flysurgery.reason import Reason
 from flysurgery.surgery.base import find_base
 from flysurgery.surgery.change import refuse_converted
-from flysurgery.surgery.plan import ExampleInput, LayerPlan, Part, Plan, Reason
+from flysurgery.surgery.plan import ExampleInput, LayerPlan, Part, Plan
 from flysurgery.walker import Example, Slice, Target, example_input, positional, select, walk
 
 DEFAULT_NBLOCKS = 4

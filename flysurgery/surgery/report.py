@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flysurgery.fidelity import ENOUGH, Fidelity, Reconstruction
+from flysurgery.reason import Reason
 from flysurgery.surgery.choices import Measurement, Tradeoff
-from flysurgery.surgery.plan import LayerPlan, Reason
+from flysurgery.surgery.plan import LayerPlan
 from flysurgery.surgery.serial import as_json
-from flysurgery.surgery.tables import (
+from flysurgery.tables import (
     Columns,
     blocks_of_text,
     changes_table,

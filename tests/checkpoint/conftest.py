@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from flysurgery.checkpoint import load, save
 from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, canonical, sha256_of_each
 from flysurgery.errors import CheckpointError
-from flysurgery.inference import convert as convert_model
 from flysurgery.surgery import Report, install, plan
+from flysurgery.surgery import convert as convert_model
 from tests.support.models import vit
 
 Tensors = dict[str, Tensor]

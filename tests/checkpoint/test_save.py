@@ -26,8 +26,7 @@ from flysurgery.checkpoint.config import PROCESSOR
 from flysurgery.checkpoint.folder import FILES, new_folder
 from flysurgery.errors import CheckpointError
 from flysurgery.fidelity import Fidelity
-from flysurgery.inference import convert
-from flysurgery.surgery import Report
+from flysurgery.surgery import Report, convert
 from tests.checkpoint.conftest import VIT_PYTORCH, Converted, install_random, read_weights, sha256, snapshot
 from tests.support.models import VIT, VIT_ARGUMENTS, images, vit
 from tests.support.processes import kills, run_apart

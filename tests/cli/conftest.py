@@ -15,7 +15,7 @@ from PIL import Image
 
 from flysurgery.checkpoint import save
 from flysurgery.cli import main
-from flysurgery.inference import convert
+from flysurgery.surgery import convert
 from tests.support.models import VIT, VIT_ARGUMENTS, vit
 
 

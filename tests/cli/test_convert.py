@@ -14,10 +14,10 @@ from torch import nn
 from flysurgery.checkpoint import load
 from flysurgery.cli.processes import device_of_process
 from flysurgery.errors import OptionError
-from flysurgery.inference import clock, convert
+from flysurgery.inference import clock
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture, monarch
-from flysurgery.surgery import Plan, plan_of
+from flysurgery.surgery import Plan, convert, plan_of
 from tests.cli.conftest import RANDOM, TINY, TINY_ARGUMENTS, Document, Refused, Run, snapshot
 from tests.support.models import VIT, vit
 from tests.support.processes import two_processes

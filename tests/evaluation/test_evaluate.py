@@ -20,7 +20,8 @@ from flysurgery.calibration import Samples
 from flysurgery.checkpoint import build_base, load, load_dense, save
 from flysurgery.errors import DataError, FlysurgeryError, OptionError, SurgeryError
 from flysurgery.evaluation import Accuracy, ImageData, compare, digits, evaluate, load_data, load_unseen
-from flysurgery.inference import clock, convert, optimize
+from flysurgery.inference import clock, optimize
+from flysurgery.surgery import convert
 from tests.support import models
 from tests.support.models import images
 

@@ -21,8 +21,8 @@ from flysurgery.finetune.batches import Batches, Process
 from flysurgery.finetune.data import read_pictures, unlabelled_files
 from flysurgery.finetune.devices import accelerator_for
 from flysurgery.finetune.step import features_loss, logits_loss, parameter_groups
-from flysurgery.finetune.teacher import Teacher, fuse
-from flysurgery.surgery import is_optimized
+from flysurgery.finetune.teacher import Teacher
+from flysurgery.inference import fuse, is_optimized
 from tests.finetune.conftest import built
 
 Make = Callable[..., nn.Module]
@@ -135,7 +135,7 @@ def test_a_model_that_cannot_be_fused_trains_as_it_is(error: Exception, monkeypa
     def fail(*_: object, **more: object) -> None:
         raise error
 
-    monkeypatch.setattr("flysurgery.finetune.teacher.optimize", fail)
+    monkeypatch.setattr("flysurgery.inference.fusing.optimize", fail)
     assert fuse(nn.Linear(2, 2), training="captured") == []
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import flysurgery
 from flysurgery.errors import InferenceError, OptionError, PlanError
 from flysurgery.gpu.parts import FusedFactors
-from flysurgery.inference import Setting, choose_measured, clock, measure_groups
+from flysurgery.inference import clock
 from flysurgery.inference.standin import StandIn
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import FeedForward
 from flysurgery.patterns import Architecture, monarch
-from flysurgery.surgery import Plan, as_json
+from flysurgery.surgery import Plan, Setting, as_json, choose_measured, measure_groups
 from tests.inference.models import images, left, small
 from tests.support.tolerance import assert_equal
 

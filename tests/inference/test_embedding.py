@@ -66,7 +66,7 @@ def test_position_and_tokens_are_found(called: list[str], given: list[Given], na
     report = check_fused(model, images(model, 3), called)
     assert rows_of(report) == {"patch_embed": "fused", "patch_embed.proj": "fused"}
     assert given[-1] == expected
-    assert "forward_features" not in vars(model) and not flysurgery.surgery.is_optimized(model)
+    assert "forward_features" not in vars(model) and not flysurgery.inference.is_optimized(model)
 
 
 class Scaled(VisionTransformer):

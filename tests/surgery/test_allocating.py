@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from flysurgery.errors import DataError, OptionError, PlanError
 from flysurgery.factors import factors_to_dense
-from flysurgery.inference import convert
 from flysurgery.patterns import low_rank, monarch
 from flysurgery.projection import project
-from flysurgery.surgery import Plan, allocate, apply
+from flysurgery.surgery import Plan, allocate, apply, convert
 from flysurgery.surgery.allocation import cost_of, hull_points, least_error
 from tests.surgery.conftest import Planned, unchanged
 

@@ -15,9 +15,8 @@ from vit_pytorch import ViT
 
 from flysurgery.calibration import Inputs, Samples, collect, samples_of
 from flysurgery.errors import DataError, OptionError, SurgeryError
-from flysurgery.inference import convert
 from flysurgery.layers import SplitLinear
-from flysurgery.surgery import Plan, Report, apply, plan
+from flysurgery.surgery import Plan, Report, apply, convert, plan
 from flysurgery.surgery.permuting import INDIFFERENT, SEPARATE, Permuted, permute, shared_features
 from flysurgery.walker import HEADS, HIDDEN_UNITS, QUERY_KEY, VALUE
 from tests.support.models import VIT_PYTORCH

@@ -20,9 +20,8 @@ from torchvision.models.swin_transformer import SwinTransformerBlockV2
 
 import flysurgery
 from flysurgery.errors import PlanError
-from flysurgery.inference import convert
 from flysurgery.layers import ButterflyLinear
-from flysurgery.surgery import ExampleInput, Plan, apply, densify, plan
+from flysurgery.surgery import ExampleInput, Plan, apply, convert, densify, plan
 from flysurgery.walker import walk
 from tests.support.composed import Composed
 from tests.support.models import TRUNK, VIT_PYTORCH, is_close

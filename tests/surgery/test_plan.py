@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from flysurgery.errors import OptionError, PatternError, PlanError, SelectionError, SurgeryError
 from flysurgery.patterns import Architecture, low_rank, monarch, named
-from flysurgery.surgery import ExampleInput, LayerPlan, Part, Plan, Reason, apply, densify, plan
+from flysurgery.reason import Reason
+from flysurgery.surgery import ExampleInput, LayerPlan, Part, Plan, apply, densify, plan
 from flysurgery.surgery.base import find_base
 from flysurgery.walker import Switch, walk
 from tests.support.composed import Composed

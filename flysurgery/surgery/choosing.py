@@ -12,9 +12,13 @@ from torch import Tensor, nn
 
 from flysurgery.calibration import Data
 from flysurgery.errors import FlysurgeryError, InferenceError, OptionError, PlanError, first_line
-from flysurgery.inference.measuring import Progress, WholeTimer, WholeTimes, measure_groups
+from flysurgery.fidelity import Progress
 from flysurgery.inference.optimize import MEASURED_IMAGES
-from flysurgery.surgery import Allocation, ExampleInput, Measurement, Picks, Plan, Reason, TimedGroup, Tradeoff, check_budget, prepare
+from flysurgery.reason import Reason
+from flysurgery.surgery.allocation import Allocation, Picks, check_budget, prepare
+from flysurgery.surgery.choices import Measurement, TimedGroup, Tradeoff
+from flysurgery.surgery.measuring import WholeTimer, WholeTimes, measure_groups
+from flysurgery.surgery.plan import ExampleInput, Plan
 
 
 @dataclass(frozen=True)

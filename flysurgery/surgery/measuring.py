@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,22 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import InferenceError, first_line
+from flysurgery.fidelity import Progress
 from flysurgery.inference import clock
 from flysurgery.inference.find_groups import Findings, find_groups
 from flysurgery.inference.optimize import optimize
 from flysurgery.inference.replacement import Candidate, find_replacements
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture
-from flysurgery.surgery import LayerPlan, Plan, Reason, TimedChoice, TimedGroup, install, named_candidates
+from flysurgery.reason import Reason
+from flysurgery.surgery.allocation import named_candidates
+from flysurgery.surgery.apply import install
+from flysurgery.surgery.choices import TimedChoice, TimedGroup
+from flysurgery.surgery.plan import LayerPlan, Plan
 from flysurgery.walker import separating, shadow, shape_of
 
 DENSE = "dense"
 
 LEAST_NOISE = 0.02
 """The least noise that is assumed for a time; it is larger where dense, timed twice in the same run, differs by more."""
-
-Progress = Callable[[int, int, str], None]
-"""Called after each measurement with the number done, the number of all, and a layer's name."""
 
 
 @dataclass(frozen=True)

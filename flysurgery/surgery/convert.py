@@ -8,22 +8,14 @@ from typing import Any, Literal
 from torch import nn
 
 from flysurgery.calibration import Data, samples_of
-from flysurgery.inference.choosing import Setting, choose_measured
-from flysurgery.inference.measuring import Progress
-from flysurgery.surgery import (
-    PLACEHOLDER,
-    Measurement,
-    Plan,
-    Report,
-    Tradeoff,
-    allocate,
-    apply,
-    check_budget,
-    check_calibration,
-    convert_to_fidelity,
-    sample_shape,
-)
-from flysurgery.surgery import plan as make_plan
+from flysurgery.fidelity import Progress
+from flysurgery.surgery.allocation import PLACEHOLDER, allocate, check_budget, convert_to_fidelity
+from flysurgery.surgery.apply import apply, check_calibration, sample_shape
+from flysurgery.surgery.choices import Measurement, Tradeoff
+from flysurgery.surgery.choosing import Setting, choose_measured
+from flysurgery.surgery.plan import Plan
+from flysurgery.surgery.planning import plan as make_plan
+from flysurgery.surgery.report import Report
 
 
 def convert(
