@@ -21,7 +21,7 @@ from flysurgery.patterns import Architecture, Pattern
 _TILE, _WARPS = 32, 8  # as the kernel of gradients has them
 _TERMS_OF_WARP = 48
 """That a warp of the kernel of gradients sums at least, where several share a sum."""
-_THREADS, _MOST_BYTES = 128, 48 * 1024  # as the kernel of products has them; of shared memory
+_SIDE, _THREADS = 64, 128  # as the kernel of products has them: outputs and inputs of a block
 
 
 def factor_gradients(
@@ -116,26 +116,19 @@ def multiplied_out(
     """The products of the factors in ``dtype``, one linear below the other, summed in float32 or wider. No gradients."""
     length = len(factors) // linears
     given, *others = {factor.dtype for factor in factors}
-    rows = _rows_of_block(architecture_of(factors[:length]))
-    if length == 2 and rows and kernels_take(factors[0]) and {given, dtype} <= {*DTYPE_NUMBERS} and not others:
-        return _multiplied_by_kernel([factor.contiguous() for factor in factors], linears, rows, dtype)
+    if length == 2 and kernels_take(factors[0]) and {given, dtype} <= {*DTYPE_NUMBERS} and not others:
+        return _multiplied_by_kernel([factor.contiguous() for factor in factors], linears, dtype)
     wide = [factor.detach().to(torch.promote_types(factor.dtype, torch.float32)) for factor in factors]
     return torch.cat([factors_to_dense(wide[start : start + length]).to(dtype) for start in range(0, len(factors), length)])
 
 
-def _rows_of_block(architecture: Architecture) -> int:
-    """The outputs of a block of the kernel of products: as many as its shared memory has room for; 0 where it has none."""
-    return next((rows for rows in (16, 8, 4) if 4 * architecture.patterns[0].c * (rows + 4) <= _MOST_BYTES), 0)
-
-
-def _multiplied_by_kernel(factors: Sequence[Tensor], linears: int, rows: int, dtype: torch.dtype) -> Tensor:
+def _multiplied_by_kernel(factors: Sequence[Tensor], linears: int, dtype: torch.dtype) -> Tensor:
     architecture, index = architecture_of(factors[:2]), factors[0].device.index
     found = torch.empty((linears * architecture.out_features, architecture.in_features), dtype=dtype, device=factors[0].device)
     left, right = architecture.patterns
-    each = 2 if right.d == 1 and right.c % 2 == 0 else 1
-    grid = -(-architecture.in_features // (each * _THREADS)), left.a * -(-left.b // rows) * left.d, linears
+    grid = right.a * -(-right.c // _SIDE) * right.d, left.a * -(-left.b // _SIDE) * left.d, linears
     operands = _table(shared_features, architecture, index), found, *factors[::2], *factors[1::2]
-    kernel = _kernel("multiply_out", architecture, factors[0].dtype, linears, index, ROWS=rows, EACH=each, TARGET=DTYPE_NUMBERS[dtype])
+    kernel = _kernel("multiply_out", architecture, factors[0].dtype, linears, index, TARGET=DTYPE_NUMBERS[dtype])
     kernel.launch(grid, (_THREADS, 1, 1), 0, current_stream(index), *operands)
     return found
 
