@@ -30,7 +30,8 @@ MOST_CALLS = 512
 """The most inputs of one sample. Thousands of small ones would fill the cache, and capturing their calls would take minutes."""
 
 MOST_COPIES = 64
-"""The most inputs of one sample of a whole model. Its weights fill the cache anyway, and capturing hundreds of forwards takes long."""
+"""The most inputs of one sample of a whole model, or of a group forward and backward. Their weights or gradients fill the cache anyway, and
+capturing hundreds of calls takes long."""
 
 MOST_BACKWARD = 4
 """The same for forward and backward, whose activations fill it as well."""

@@ -255,8 +255,10 @@ def _decide(
                 continue
             key = (candidate.group, step.likeness(), candidate.shapes, dtype)
             if key not in measured:
-                ways = [with_gradients(each, step, images) for each in (own, fused)] if step.trains else [own, fused]
-                plain_ms, fused_ms = clock.medians_ms(ways, clock.random_inputs(shapes, dtype, device))
+                ways, most = [own, fused], clock.MOST_CALLS
+                if step.trains:
+                    ways, most = [with_gradients(each, step, images) for each in ways], clock.MOST_COPIES
+                plain_ms, fused_ms = clock.medians_ms(ways, clock.random_inputs(shapes, dtype, device), most_copies=most)
                 measured[key] = plain_ms, fused_ms
         candidate.plain_ms, candidate.fused_ms = plain_ms, fused_ms = measured[key]
         if fused_ms >= plain_ms:
