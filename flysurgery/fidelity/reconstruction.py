@@ -18,26 +18,30 @@ from flysurgery.fidelity.copies import Copied, HalfCopy, learning, precision
 from flysurgery.fidelity.measure import Fidelity, first_tensor, measure_fidelity
 from flysurgery.fidelity.optimizer import Muon, parameter_groups
 from flysurgery.fidelity.processes import connected
-from flysurgery.fidelity.settings import OUTPUT_WEIGHT, REACH, TAUGHT, Settings, affordable, moments, rate_for
+from flysurgery.fidelity.settings import FUSED_FROM_MINUTES, OUTPUT_WEIGHT, REACH, TAUGHT, Settings, affordable, moments, rate_for
 from flysurgery.fidelity.stream import Pull, Stream, relative_error
 from flysurgery.fidelity.views import Source
+from flysurgery.inference import fuse
 from flysurgery.walker import Cut
 
 
 class Step(ExitStack):
     """Makes updates of ``student`` towards ``teacher``; on CUDA an update is one graph that is replayed, in bfloat16.
 
-    There copies of both models in bfloat16 do the work, and the student's own parameters, in float32, take the steps. Before each step
-    ``average`` changes their gradients in place. ``rate`` is the highest one.
+    There copies of both models in bfloat16 do the work, with ``fuses`` by fused modules where these are faster, and the student's own
+    parameters, in float32, take the steps. Before each step ``average`` changes their gradients in place. ``rate`` is the highest one.
     """
 
     def __init__(
         self,
         student: nn.Module,
         teacher: nn.Module,
+        source: Source,
         cuts: Sequence[Cut],
         rate: float,
         average: Callable[[Sequence[Tensor]], None],
+        *,
+        fuses: bool,
     ) -> None:
         super().__init__()
         device = next(student.parameters()).device
@@ -45,6 +49,7 @@ class Step(ExitStack):
         self._half = HalfCopy(student) if device.type == "cuda" else None
         self._student = student if self._half is None else self._half.model
         self._teacher = teacher if self._half is None else HalfCopy(teacher).model
+        self._source, self._fuses = source, fuses
         self._precision: AbstractContextManager[object] = nullcontext()
         self._highest, self._average = rate, average
         self._rate, self._taught = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -57,25 +62,34 @@ class Step(ExitStack):
 
     def __enter__(self) -> Step:
         self.callback(self._captured.forget)
+        if self._half is not None:
+            x = self._drawn()
+            self._precision = precision((self._student, self._teacher), x)
+            if self._fuses and isinstance(self._precision, nullcontext):
+                fuse(self._teacher, x)
+                fuse(self._student, x, training="captured")
         self.enter_context(self._theirs)
         self.enter_context(self._mine)
         return self
 
-    def update(self, x: Tensor, share: float = 0.0, taught: float = 0.0) -> Tensor:  # shape: ()
+    def _drawn(self) -> Tensor:
+        """Draw the views of an update, in the dtype of the models that do the work."""
+        views = self._source.draw()
+        return views if self._half is None else views.bfloat16()
+
+    def update(self, share: float = 0.0, taught: float = 0.0) -> Tensor:  # shape: ()
         """Make one update at this share of the highest rate, with this share of the entries between blocks taken from the teacher.
 
         Gives the error of what the model returned.
         """
         self._rate.fill_(share * self._highest)
         self._taught.fill_(taught)
-        return self._captured(self._once, x if self._half is None else x.bfloat16())
+        return self._captured(self._once, self._drawn())
 
-    def warm_up(self, source: Source) -> None:
+    def warm_up(self) -> None:
         """Make updates at a rate of zero, until all is there that an update keeps, and on CUDA an update is a graph."""
-        if self._half is not None:
-            self._precision = precision((self._student, self._teacher), source.draw().bfloat16())
         for _ in range(1 if self._half is None else WARM_UP + 1):
-            self.update(source.draw())
+            self.update()
 
     def _once(self, x: Tensor) -> Tensor:  # shape: ()
         with self._precision:
@@ -186,19 +200,20 @@ def reconstruct(
         done, kept = 0, 0
         history = [(0, before.relative_error)]
         try:
-            with Step(student, teacher, cuts, rate_for(before.relative_error, settings.rate), processes.average) as step:
-                source = Source(samples.to_view(), settings.batch, device)
-                torch.manual_seed(settings.seed + APART * processes.rank)
-                step.warm_up(source)
+            source = Source(samples.to_view(), settings.batch, device)
+            torch.manual_seed(settings.seed + APART * processes.rank)
+            rate, fuses = rate_for(before.relative_error, settings.rate), settings.minutes >= FUSED_FROM_MINUTES
+            with Step(student, teacher, source, cuts, rate, processes.average, fuses=fuses) as step:
+                step.warm_up()
                 left = 60 * settings.minutes - (perf_counter() - started)
-                updates = affordable(lambda: step.update(source.draw()), left, processes.agreed)
+                updates = affordable(step.update, left, processes.agreed)
                 source.expect(updates * settings.batch * processes.count)
                 looks = moments(updates, LOOKS)
                 for done in range(1, updates + 1):
                     # a machine that becomes slower still ends in time
                     spent = processes.agreed((perf_counter() - started) / (60 * settings.minutes))
                     share = min(1.0, max(done / (updates + 1), spent - SLACK))
-                    step.update(source.draw(), _share(share), TAUGHT * (1 - share))
+                    step.update(_share(share), TAUGHT * (1 - share))
                     ends = spent - SLACK >= 1
                     if done in looks or ends:
                         found = judged()

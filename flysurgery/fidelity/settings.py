@@ -14,6 +14,9 @@ from flysurgery.errors import OptionError
 MINUTES = {"cuda": 1.0, "cpu": 20.0}
 """The budget of a reconstruction where none is given, by the kind of device."""
 
+FUSED_FROM_MINUTES = 1.0
+"""The budget from which a reconstruction on CUDA uses fused modules. It takes some 10 seconds to measure and compile them."""
+
 VIEWS = {"cuda": 64, "cpu": 8}
 """Views of an update, by the kind of device. A CPU makes few updates; with few views each it makes more."""
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from flysurgery.fidelity.captured import WARM_UP, Captured
 from flysurgery.finetune import step
-from flysurgery.surgery import is_optimized
+from flysurgery.finetune.run import Outcome
+from flysurgery.inference import clock, is_optimized
 from tests.finetune.conftest import rows
 from tests.finetune.test_run import QUICK, UNLABELLED, check_resumed, taught, train, training_data
 
@@ -80,6 +81,23 @@ def test_a_stopped_run_on_a_gpu_goes_on_with_the_losses_of_one_that_was_not(conv
     settings = replace(QUICK, cpu=False, mixup=0.4, precision="no")
     data = training_data("digits", dense, settings)
     check_resumed(tmp_path, lambda **more: train(converted(), data, settings, teacher=copy.deepcopy(dense), **more), stopped=14, state=12)
+
+
+def test_a_stopped_run_fuses_the_groups_of_before_when_it_goes_on(
+    converted: Make, dense: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, fused = replace(QUICK, cpu=False, precision="bf16"), list[object]()
+    data = training_data("digits", dense, settings)
+    monkeypatch.setattr("flysurgery.finetune.settings.FUSED_FROM_IMAGES", 1)
+    monkeypatch.setattr(step, "fuse", lambda *given, own=step.fuse, **how: fused.append(own(*given, **how)) or fused[-1])
+
+    def go(**more: object) -> Outcome:
+        times = (1.0, 2.0) if "resume" in more else (2.0, 1.0)  # a resumed run that measured would fuse nothing
+        monkeypatch.setattr(clock, "medians_ms", lambda *_, **__: times)
+        return train(converted(), data, settings, teacher=copy.deepcopy(dense), **more)
+
+    check_resumed(tmp_path, go, stopped=14, state=12)
+    assert fused[0] and fused[0] == fused[1] == fused[2]
 
 
 def test_a_long_run_trains_with_fused_modules_and_leaves_none(photographs: Path, converted: Make, monkeypatch: pytest.MonkeyPatch) -> None:
