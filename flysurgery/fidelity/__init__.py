@@ -1,5 +1,6 @@
 """How close a converted model's outputs are to the dense model's, and how to bring them closer."""
 
+from flysurgery.fidelity.ahead import made_ahead
 from flysurgery.fidelity.captured import Captured
 from flysurgery.fidelity.copies import Copied
 from flysurgery.fidelity.measure import ENOUGH, Fidelity, measure_fidelity

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flysurgery.calibration import Samples, unchanged_state
 from flysurgery.errors import DataError, SurgeryError
+from flysurgery.fidelity.ahead import made_ahead
 from flysurgery.fidelity.captured import WARM_UP, Captured
 from flysurgery.fidelity.copies import Copied, HalfCopy, learning, precision
 from flysurgery.fidelity.measure import Fidelity, first_tensor, measure_fidelity
@@ -49,7 +50,7 @@ class Step(ExitStack):
         self._half = HalfCopy(student) if device.type == "cuda" else None
         self._student = student if self._half is None else self._half.model
         self._teacher = teacher if self._half is None else HalfCopy(teacher).model
-        self._source, self._fuses = source, fuses
+        self._views, self._fuses = made_ahead(iter(lambda: (source.draw(),), ()), device), fuses
         self._precision: AbstractContextManager[object] = nullcontext()
         self._highest, self._average = rate, average
         self._rate, self._taught = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -74,7 +75,7 @@ class Step(ExitStack):
 
     def _drawn(self) -> Tensor:
         """Draw the views of an update, in the dtype of the models that do the work."""
-        views = self._source.draw()
+        (views,) = next(self._views)
         return views if self._half is None else views.bfloat16()
 
     def update(self, share: float = 0.0, taught: float = 0.0) -> Tensor:  # shape: ()

@@ -17,7 +17,7 @@ from flysurgery.errors import DataError, OptionError
 from flysurgery.evaluation import Fractals, Preparation
 from flysurgery.evaluation.data import MAX_WORKERS
 from flysurgery.evaluation.pictures import sentence_of
-from flysurgery.fidelity import VIEWS, views
+from flysurgery.fidelity import VIEWS, made_ahead, views
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import BATCH, Settings
 
@@ -134,7 +134,7 @@ def loaded_batches(
 
 
 def generated_batches(images: Fractals, samples: int, settings: Settings, here: Process) -> Batches:
-    """Make fractals on the device. Every image is new: its number goes on through epochs and processes."""
+    """Make fractals on the device, ahead of their updates. Every image is new: its number goes on through epochs and processes."""
     size = batch_size_of(settings, samples, here.processes)
     count = samples // (size * here.processes)
     if not count:
@@ -148,11 +148,12 @@ def generated_batches(images: Fractals, samples: int, settings: Settings, here: 
             batch = (number * count + index) * here.processes + here.process
             yield images.batch(range(batch * size, (batch + 1) * size))
 
-    return Batches(size, count, epoch)
+    return Batches(size, count, lambda number, start: made_ahead(epoch(number, start), here.device))
 
 
 def viewed_batches(pictures: Pictures, settings: Settings, here: Process) -> Batches:
-    """Make random views of pictures in memory, on the device; what an epoch shows follows from the seed, its number and the process.
+    """Make random views of pictures in memory, on the device, ahead of their updates; an epoch's follow from the seed, its number and the
+    process.
 
     An update has as many of them as one of a reconstruction, unless the settings say otherwise.
     """
@@ -167,4 +168,4 @@ def viewed_batches(pictures: Pictures, settings: Settings, here: Process) -> Bat
             batch = index * here.processes + here.process
             yield views(pictures, order[batch * size : (batch + 1) * size]), none
 
-    return Batches(size, count, epoch)
+    return Batches(size, count, lambda number, start: made_ahead(epoch(number, start), here.device))
