@@ -259,13 +259,13 @@ def given(tmp_path: Path) -> tuple[object, ...]:
         for scale in (block.ls1, block.ls2):
             torch.nn.init.ones_(scale.gamma)
     save_focus(FocusModel(backbone, Decoder(48)).eval(), tmp_path / "w")
-    return "--photographs", tmp_path / "p", "--weights", tmp_path / "w", "--judging", "3", "--minutes", "0.05"
+    return "--photographs", tmp_path / "p", "--weights", tmp_path / "w", "--judging", "3", "--minutes", "0.02"
 
 
 def test_rows_of_real_weights(run_recipe: RunRecipe, given: tuple[object, ...], tmp_path: Path) -> None:
     ways = ("monarch 4 plain", "monarch 4 calibrated", "monarch 4 reconstructed", "unstructured calibrated")
     dense, plain, calibrated, reconstructed, pruned = first = run_recipe("real_weights.py", *given, "--ways", ",".join(ways))
-    assert [row["way"] for row in first] == ["dense", *ways] and reconstructed["minutes"] == "0.05"
+    assert [row["way"] for row in first] == ["dense", *ways] and reconstructed["minutes"] == "0.02"
     assert float(dense["cls"]) == float(dense["patch"]) == float(dense["nearest"]) == 1 and float(dense["relative_error"]) == 0
     assert float(plain["cls"]) < float(calibrated["cls"]) < 1
     assert float(plain["params"]) == float(calibrated["params"]) == float(pruned["params"]) < float(dense["params"])
