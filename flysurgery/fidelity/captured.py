@@ -65,6 +65,7 @@ class Captured:
             # other threads, such as those that pin the memory of images, go on
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 result = once(*held)
+            torch.cuda.synchronize()  # a capture sets random numbers back on its own stream, which a replay may not overtake
         except RuntimeError:  # something else than a wait, such as a library that allocates memory of its own
             self._can_capture = False
             _end_failed_capture()
