@@ -189,26 +189,26 @@ def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: M
     if "" in replacements:
         return replacements[""]
     copies: dict[str, nn.Module] = {}
-
-    def copy_of(path: str) -> nn.Module:
-        if path not in copies:
-            old = module.get_submodule(path)
-            new = copies[path] = type(old).__new__(type(old))
-            new.__dict__.update(old.__dict__)
-            new.__dict__["_modules"] = dict(old._modules)
-            parent, _, name = path.rpartition(".")
-            if path:
-                copy_of(parent)._modules[name] = new
-        return copies[path]
-
-    copy_of("")
     for path, new in replacements.items():
         parent, _, name = path.rpartition(".")
-        copy_of(parent)._modules[name] = new
+        _copy(module, parent, copies)._modules[name] = new
     for (path, name), value in (attributes or {}).items():
-        holder = copy_of(path)  # in whose attributes a module is no child, and hides a method of the class
+        holder = _copy(module, path, copies)  # in whose attributes a module is no child, and hides a method of the class
         vars(holder)[name] = value.on(holder) if isinstance(value, StandInMethod) else value
-    return copies[""]
+    return _copy(module, "", copies)
+
+
+def _copy(module: nn.Module, path: str, copies: dict[str, nn.Module]) -> nn.Module:
+    """The copy of a module below ``module``; it and those on the way to it are made where ``copies`` has none."""
+    if path not in copies:
+        old = module.get_submodule(path)
+        new = copies[path] = type(old).__new__(type(old))
+        new.__dict__.update(old.__dict__)
+        new.__dict__["_modules"] = dict(old._modules)
+        parent, _, name = path.rpartition(".")
+        if path:
+            _copy(module, parent, copies)._modules[name] = new
+    return copies[path]
 
 
 def above(module: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
