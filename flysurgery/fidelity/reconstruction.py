@@ -19,7 +19,17 @@ from flysurgery.fidelity.copies import Copied, HalfCopy, learning, precision
 from flysurgery.fidelity.measure import Fidelity, first_tensor, measure_fidelity
 from flysurgery.fidelity.optimizer import Muon, parameter_groups
 from flysurgery.fidelity.processes import connected
-from flysurgery.fidelity.settings import FUSED_FROM_MINUTES, OUTPUT_WEIGHT, REACH, TAUGHT, Settings, affordable, moments, rate_for
+from flysurgery.fidelity.settings import (
+    FUSED_FROM_MINUTES,
+    FUSING_SHARE,
+    OUTPUT_WEIGHT,
+    REACH,
+    TAUGHT,
+    Settings,
+    affordable,
+    moments,
+    rate_for,
+)
 from flysurgery.fidelity.stream import Pull, Stream, relative_error
 from flysurgery.fidelity.views import Source
 from flysurgery.inference import fuse
@@ -29,8 +39,9 @@ from flysurgery.walker import Cut
 class Step(ExitStack):
     """Makes updates of ``student`` towards ``teacher``; on CUDA an update is one graph that is replayed, in bfloat16.
 
-    There copies of both models in bfloat16 do the work, with ``fuses`` by fused modules where these are faster, and the student's own
-    parameters, in float32, take the steps. Before each step ``average`` changes their gradients in place. ``rate`` is the highest one.
+    There copies of both models in bfloat16 do the work, by fused modules where these are faster, and the student's own parameters, in
+    float32, take the steps. Before each step ``average`` changes their gradients in place. ``rate`` is the highest one. No modules are
+    fused from the time ``fuses_until`` on.
     """
 
     def __init__(
@@ -41,8 +52,7 @@ class Step(ExitStack):
         cuts: Sequence[Cut],
         rate: float,
         average: Callable[[Sequence[Tensor]], None],
-        *,
-        fuses: bool,
+        fuses_until: float,
     ) -> None:
         super().__init__()
         device = next(student.parameters()).device
@@ -50,7 +60,7 @@ class Step(ExitStack):
         self._half = HalfCopy(student) if device.type == "cuda" else None
         self._student = student if self._half is None else self._half.model
         self._teacher = teacher if self._half is None else HalfCopy(teacher).model
-        self._views, self._fuses = made_ahead(iter(lambda: (source.draw(),), ()), device), fuses
+        self._views, self._fuses_until = made_ahead(iter(lambda: (source.draw(),), ()), device), fuses_until
         self._precision: AbstractContextManager[object] = nullcontext()
         self._highest, self._average = rate, average
         self._rate, self._taught = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -63,12 +73,13 @@ class Step(ExitStack):
 
     def __enter__(self) -> Step:
         self.callback(self._captured.forget)
+        self.callback(self._views.close)
         if self._half is not None:
             x = self._drawn()
             self._precision = precision((self._student, self._teacher), x)
-            if self._fuses and isinstance(self._precision, nullcontext):
-                fuse(self._teacher, x)
-                fuse(self._student, x, training="captured")
+            for model, training in ((self._student, "captured"), (self._teacher, False)):
+                if isinstance(self._precision, nullcontext) and perf_counter() < self._fuses_until:
+                    fuse(model, x, training=training)
         self.enter_context(self._theirs)
         self.enter_context(self._mine)
         return self
@@ -203,8 +214,9 @@ def reconstruct(
         try:
             source = Source(samples.to_view(), settings.batch, device)
             torch.manual_seed(settings.seed + APART * processes.rank)
-            rate, fuses = rate_for(before.relative_error, settings.rate), settings.minutes >= FUSED_FROM_MINUTES
-            with Step(student, teacher, source, cuts, rate, processes.average, fuses=fuses) as step:
+            share = FUSING_SHARE if settings.minutes >= FUSED_FROM_MINUTES else 0.0
+            rate, until = rate_for(before.relative_error, settings.rate), started + 60 * settings.minutes * share
+            with Step(student, teacher, source, cuts, rate, processes.average, until) as step:
                 step.warm_up()
                 left = 60 * settings.minutes - (perf_counter() - started)
                 updates = affordable(step.update, left, processes.agreed)

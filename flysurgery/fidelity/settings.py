@@ -14,8 +14,9 @@ from flysurgery.errors import OptionError
 MINUTES = {"cuda": 1.0, "cpu": 20.0}
 """The budget of a reconstruction where none is given, by the kind of device."""
 
-FUSED_FROM_MINUTES = 1.0
-"""The budget from which a reconstruction on CUDA uses fused modules. It takes some 10 seconds to measure and compile them."""
+FUSED_FROM_MINUTES, FUSING_SHARE = 1.0, 0.25
+"""The budget from which a reconstruction on CUDA uses fused modules, and the share of it after which no further model is fused. To measure
+them takes some 8 seconds for both models, and 18 where kernels are compiled."""
 
 VIEWS = {"cuda": 64, "cpu": 8}
 """Views of an update, by the kind of device. A CPU makes few updates; with few views each it makes more."""

@@ -105,11 +105,11 @@ class Source:
     def __init__(self, pictures: Pictures, batch: int, device: torch.device) -> None:
         self._fits = pictures.canvas.device == device or device.type != "cuda" or _fits(pictures, device)
         self._pictures, self._batch, self._device = pictures.to(device) if self._fits else pictures, batch, device
-        self._varied = torch.zeros((), device=device)
+        self._varied = 0.0
 
     def expect(self, count: int) -> None:
         """Set how much the views of a picture differ, by how many views of all pictures there will be."""
-        self._varied.fill_(variety(count / len(self._pictures)))
+        self._varied = variety(count / len(self._pictures))
 
     def draw(self) -> Tensor:  # shape: (batch, channels, height, width)
         """Make one view of each of some pictures that are drawn at random."""

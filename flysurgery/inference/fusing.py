@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flysurgery.errors import InferenceError, WalkError
+from flysurgery.errors import BackendError, InferenceError, WalkError
 from flysurgery.inference.optimize import optimize
 
 Groups = list[list[str]]
@@ -18,13 +18,14 @@ def fuse(model: nn.Module, example: Any = None, only: Groups | None = None, **ho
     """Put fused modules into a model, as ``optimize`` does it; gives the names and kinds of the groups.
 
     With ``only``, those of an earlier call, the same groups are fused, so that a resumed run computes what it would have computed. A model
-    that ``optimize`` refuses or cannot trace stays as it is, and so does one for whose measurement the memory does not suffice.
+    that ``optimize`` refuses or cannot trace stays as it is, and so does one whose kernels do not compile, or for whose measurement the
+    memory does not suffice.
     """
     if only == []:
         return []
     try:
         return [[*each] for each in optimize(model, example, only=only, **how).chosen]
-    except (InferenceError, WalkError):
+    except (BackendError, InferenceError, WalkError):
         return []
     except torch.cuda.OutOfMemoryError:  # measuring may need more than the updates do, whose batches may be smaller
         torch.cuda.empty_cache()

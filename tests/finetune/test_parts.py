@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 from flysurgery.checkpoint import build_base
-from flysurgery.errors import DataError, InferenceError, OptionError, TrainingError
+from flysurgery.errors import BackendError, DataError, InferenceError, OptionError, TrainingError
 from flysurgery.evaluation import preparation
 from flysurgery.finetune import Settings, held_out_data, training_data
 from flysurgery.finetune.batches import Batches, Process
@@ -130,7 +130,9 @@ def test_settings_that_are_left_open_and_runs_long_enough_for_fused_modules() ->
     assert pays == [False, True, False, True]
 
 
-@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("CUDA out of memory"), InferenceError("optimized already")])
+@pytest.mark.parametrize(
+    "error", [torch.cuda.OutOfMemoryError("CUDA out of memory"), InferenceError("optimized already"), BackendError("does not compile")]
+)
 def test_a_model_that_cannot_be_fused_trains_as_it_is(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **more: object) -> None:
         raise error
