@@ -168,7 +168,8 @@ def reconstruct(
     layers. Held-out samples judge the model ``LOOKS`` times. The state with the lowest relative error is kept, of those whose cosines are
     not below the start's lowest one; it may be the start. After an error or an interruption the student is as it was. Takes
     ``settings.minutes``. Needs memory for four more copies of the parameters, on CUDA also for both models in bfloat16, one forward with
-    its activations, and the pictures; these stay where they are if the device has no room.
+    its activations, and the pictures; these stay where they are if the device has no room. On CUDA fused modules do the work of an update
+    from ``FUSED_FROM_MINUTES`` on, where they are faster.
 
     Where ``torch.distributed`` is initialized, all processes call this with the same model, samples and settings, each on its own device.
     They begin with the parameters of the first process, follow its clock and its held-out samples, and end with the same parameters.
