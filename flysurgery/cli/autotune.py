@@ -92,7 +92,6 @@ def _step(network: nn.Module, batch: int, arithmetic: str, train: bool) -> None:
 
 
 def _table(tunings: list[Tuning]) -> str:
-
     columns = ("kernel", "architecture", "mode", "linears", "rows", "default us", "fastest us")
     lines = []
     for tuning in tunings:

@@ -19,17 +19,7 @@ from flysurgery.fidelity.copies import Copied, HalfCopy, learning, precision
 from flysurgery.fidelity.measure import Fidelity, first_tensor, measure_fidelity
 from flysurgery.fidelity.optimizer import Muon, parameter_groups
 from flysurgery.fidelity.processes import connected
-from flysurgery.fidelity.settings import (
-    FUSED_FROM_MINUTES,
-    FUSING_SHARE,
-    OUTPUT_WEIGHT,
-    REACH,
-    TAUGHT,
-    Settings,
-    affordable,
-    moments,
-    rate_for,
-)
+from flysurgery.fidelity.settings import OUTPUT_WEIGHT, REACH, TAUGHT, Settings, affordable, moments, rate_for
 from flysurgery.fidelity.stream import Pull, Stream, relative_error
 from flysurgery.fidelity.views import Source
 from flysurgery.inference import fuse
@@ -40,8 +30,8 @@ class Step(ExitStack):
     """Makes updates of ``student`` towards ``teacher``; on CUDA an update is one graph that is replayed, in bfloat16.
 
     There copies of both models in bfloat16 do the work, by fused modules where these are faster, and the student's own parameters, in
-    float32, take the steps. Before each step ``average`` changes their gradients in place. ``rate`` is the highest one. No modules are
-    fused from the time ``fuses_until`` on.
+    float32, take the steps. Before each step ``average`` changes their gradients in place. ``rate`` is the highest one. After the time
+    ``fuses_until`` no model is fused.
     """
 
     def __init__(
@@ -168,8 +158,8 @@ def reconstruct(
     layers. Held-out samples judge the model ``LOOKS`` times. The state with the lowest relative error is kept, of those whose cosines are
     not below the start's lowest one; it may be the start. After an error or an interruption the student is as it was. Takes
     ``settings.minutes``. Needs memory for four more copies of the parameters, on CUDA also for both models in bfloat16, one forward with
-    its activations, and the pictures; these stay where they are if the device has no room. On CUDA fused modules do the work of an update
-    from ``FUSED_FROM_MINUTES`` on, where they are faster.
+    its activations, and the pictures; these stay where they are if the device has no room. Runs on CUDA of a minute or more use fused
+    modules where these are faster.
 
     Where ``torch.distributed`` is initialized, all processes call this with the same model, samples and settings, each on its own device.
     They begin with the parameters of the first process, follow its clock and its held-out samples, and end with the same parameters.
@@ -215,8 +205,7 @@ def reconstruct(
         try:
             source = Source(samples.to_view(), settings.batch, device)
             torch.manual_seed(settings.seed + APART * processes.rank)
-            share = FUSING_SHARE if settings.minutes >= FUSED_FROM_MINUTES else 0.0
-            rate, until = rate_for(before.relative_error, settings.rate), started + 60 * settings.minutes * share
+            rate, until = rate_for(before.relative_error, settings.rate), started + settings.fusing_seconds
             with Step(student, teacher, source, cuts, rate, processes.average, until) as step:
                 step.warm_up()
                 left = 60 * settings.minutes - (perf_counter() - started)

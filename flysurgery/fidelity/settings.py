@@ -15,8 +15,8 @@ MINUTES = {"cuda": 1.0, "cpu": 20.0}
 """The budget of a reconstruction where none is given, by the kind of device."""
 
 FUSED_FROM_MINUTES, FUSING_SHARE = 1.0, 0.25
-"""The budget from which a reconstruction on CUDA uses fused modules, and the share of it after which no further model is fused. To measure
-them takes some 8 seconds for both models, and 18 where kernels are compiled."""
+"""A reconstruction on CUDA uses fused modules from this budget on, and fuses no further model after this share of it. Measuring takes some
+8 seconds for both models, and 18 where kernels are compiled."""
 
 VIEWS = {"cuda": 64, "cpu": 8}
 """Views of an update, by the kind of device. A CPU makes few updates; with few views each it makes more."""
@@ -63,6 +63,11 @@ class Settings:
         """Choose the settings for a device, with its default budget where no minutes are given."""
         kind = device.type if device.type in MINUTES else "cpu"
         return cls(MINUTES[kind] if minutes is None else minutes, VIEWS[kind], seed=seed)
+
+    @property
+    def fusing_seconds(self) -> float:
+        """The seconds from the start after which no further model is fused; 0 for short runs."""
+        return 60 * self.minutes * FUSING_SHARE if self.minutes >= FUSED_FROM_MINUTES else 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes < float("inf"):

@@ -39,13 +39,13 @@ def variety(seen: float) -> float:
 def views(
     pictures: Pictures,
     chosen: Tensor,  # shape: (batch,)
-    varied: float | Tensor = 0.0,
+    varied: float = 0.0,
 ) -> Tensor:  # shape: (batch, channels, height, width)
     """Make one random view of each of the ``chosen`` pictures, as the model takes it, in float32.
 
     Half of all crops are mirrored. A quarter of all views are two in one, mixed by a random shape with a soft outline: few pictures then
-    make many. ``varied``, from 0 to 1, makes smaller crops, more mixtures and other colours; it may be a tensor of one number. Draws from
-    the device's generator. Samples that are no images are given as they are.
+    make many. ``varied``, from 0 to 1, makes smaller crops, more mixtures and other colours. Draws from the device's generator. Samples
+    that are no images are given as they are.
     """
     image = crops(pictures, chosen, LEAST_AREA + varied * (LEAST_AREA_VARIED - LEAST_AREA))
     if image.ndim != 4:
@@ -60,7 +60,7 @@ def views(
 def crops(
     pictures: Pictures,
     chosen: Tensor,  # shape: (batch,)
-    least: float | Tensor,
+    least: float,
 ) -> Tensor:  # shape: (batch, channels, height, width)
     """Cut a random piece out of each of the ``chosen`` pictures, of at least this share of its largest square; half are mirrored."""
     if pictures.canvas.ndim != 4:
@@ -82,7 +82,7 @@ def crops(
 
 def _recoloured(
     images: Tensor,  # shape: (batch, channels, height, width)
-    varied: float | Tensor,
+    varied: float,
 ) -> Tensor:  # shape: (batch, channels, height, width)
     """Change saturation, contrast, brightness and tint of each image at random."""
     drawn = varied * (2 * torch.rand(4, len(images), images.shape[1], 1, 1, device=images.device) - 1)

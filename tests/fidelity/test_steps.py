@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flysurgery.calibration import Pictures, Samples
 from flysurgery.errors import SurgeryError
-from flysurgery.fidelity import Muon, Pull, Stream, parameter_groups, relative_error, views
+from flysurgery.fidelity import Muon, Pull, Settings, Stream, parameter_groups, relative_error, views
 from flysurgery.fidelity.copies import HalfCopy, precision
 from flysurgery.fidelity.views import LEAST_AREA, OFTEN, Source, crops, variety
 from flysurgery.layers import ButterflyLinear
@@ -59,7 +59,7 @@ def test_views_differ_more_where_pictures_are_seen_often() -> None:
     pictures = Pictures.of_images([gray, gray], (8, 8), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
     chosen = torch.zeros(500, dtype=torch.long)
     assert float(views(pictures, chosen).std()) < 1e-6, "one colour stays as it is"
-    seen = views(pictures, chosen, torch.tensor(1.0))
+    seen = views(pictures, chosen, 1.0)
     assert 0.1 < float(seen.std()) < 0.3 and float(seen.abs().max()) < 0.6
 
 
@@ -228,3 +228,8 @@ def test_hooks_are_gone_afterwards_and_forwards_without_gradients_are_not_held_a
     with pytest.raises(SurgeryError, match="one was traced with an output of"), Stream(student, wide):
         student(torch.randn(2, 4))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in student.modules())
+
+
+@pytest.mark.parametrize(("minutes", "seconds"), [(0.99, 0.0), (1.0, 15.0), (10.0, 150.0)])
+def test_models_are_fused_early_in_a_run_that_is_long_enough(minutes: float, seconds: float) -> None:
+    assert Settings(minutes).fusing_seconds == seconds
