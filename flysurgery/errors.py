@@ -3,9 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LONGEST, LONGEST_REASON, LONGEST_VALUE = 400, 200, 120
-"""Most characters of a message, and of what it tells of another error and of a value. Both may come from files, and have any length."""
-
 
 class FlysurgeryError(Exception):
     """Base of all errors raised on purpose. The message says what was expected, what came, and what to do."""
@@ -72,8 +69,8 @@ class TrainingError(FlysurgeryError, RuntimeError):
     """Training that cannot begin or go on. What was saved before is left as it is."""
 
 
-def shortened(text: str, most: int = LONGEST) -> str:
-    """The text on one line of at most ``most`` characters. What is too long loses its middle: the end says what to do."""
+def shortened(text: str, most: int = 400) -> str:
+    """The text, which may come from a file, on one line of at most ``most`` characters. Its middle is lost: the end says what to do."""
     line = " ".join(text.split())
     end = most // 4
     return line if len(line) <= most else f"{line[: most - end - 5]} ... {line[-end:]}"
@@ -81,12 +78,12 @@ def shortened(text: str, most: int = LONGEST) -> str:
 
 def shown(value: object) -> str:
     """The value for a message."""
-    return shortened(repr(value), LONGEST_VALUE)
+    return shortened(repr(value), 120)
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the error's name where it has none, without a full stop: to end a sentence with."""
-    return shortened((str(error).strip() or type(error).__name__).splitlines()[0], LONGEST_REASON).rstrip(".")
+    return shortened((str(error).strip() or type(error).__name__).splitlines()[0], 200).rstrip(".")
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Why something was left as it was."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

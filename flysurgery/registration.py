@@ -1,7 +1,5 @@
 """Registers the readers of converted models with timm and transformers when these are imported: importing them takes seconds."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from importlib import import_module
@@ -16,7 +14,8 @@ READERS = {"timm": "flysurgery.timm_reader", "transformers.quantizers.auto": "fl
 
 def register() -> None:
     """Import the readers, at once where their module is imported already, else as soon as it is."""
-    sys.meta_path.insert(0, _Readers())
+    # Of a package that is imported twice, two finders would ask each other without an end.
+    sys.meta_path[:] = [_Readers(), *(finder for finder in sys.meta_path if type(finder).__module__ != __name__)]
     for module in READERS:
         if module in sys.modules:
             _import_reader(module)

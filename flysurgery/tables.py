@@ -1,7 +1,5 @@
 """Text tables of layers, one line for each group of layers that are alike."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,13 +13,10 @@ Item = TypeVar("Item")
 Columns: TypeAlias = Mapping[str, Callable[[list[Any]], str | None]]
 """The cell of each column for layers that are alike, by title."""
 
-LEFT = ("role", "out x in", "family", "architecture", "why", "note", "obstacles")
+_TEXTS = ("role", "out x in", "family", "architecture", "why", "note", "obstacles")
 """The columns of texts; numbers are set to the right."""
 
-GAPS = (2, 1)
-"""Spaces between columns, the second where a table is too wide with the first."""
-
-NO_BREAK = "\N{NO-BREAK SPACE}"
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 """In a cell: a space at which a line is not broken, and which is printed as any other."""
 
 
@@ -33,18 +28,19 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: C
     paragraph. Nothing is left out.
     """
     terminal = shutil.get_terminal_size((80, 24)).columns
-    gap, widths = next(((gap, found) for gap in GAPS if (found := _widths([header, *rows], terminal, gap))), (0, None))
+    gap, widths = 2, _widths([header, *rows], terminal, 2)
     if widths is None:
-        return "\n".join(_paragraph(header, row, terminal) for row in rows).replace(NO_BREAK, " ")
+        gap, widths = 1, _widths([header, *rows], terminal, 1)
+    if widths is None:
+        return "\n".join(_paragraph(header, row, terminal) for row in rows).replace(_NO_BREAK, " ")
     texts = []
     for line in (header, *rows):
         cells = [wrap(cell, width, break_long_words=False, break_on_hyphens=False) for cell, width in zip(line, widths, strict=True)]
         for parts in zip_longest(*cells, fillvalue=""):
             aligned = zip(parts, widths, header, strict=True)
-            texts.append(
-                (gap * " ").join(text.rjust(width) if name in right else text.ljust(width) for text, width, name in aligned).rstrip()
-            )
-    return "\n".join(texts).replace(NO_BREAK, " ")
+            placed = [text.rjust(width) if name in right else text.ljust(width) for text, width, name in aligned]
+            texts.append((gap * " ").join(placed).rstrip())
+    return "\n".join(texts).replace(_NO_BREAK, " ")
 
 
 def _widths(lines: Sequence[Sequence[str]], most: int, gap: int) -> list[int] | None:
@@ -84,7 +80,7 @@ def layer_table(
     rows = [
         (shared, str(len(members)), *(cell(members) or "" for cell in columns.values())) for shared, members in grouped(layers, name, alike)
     ]
-    right = [column for column in ("n", *columns) if column not in LEFT]
+    right = [column for column in ("n", *columns) if column not in _TEXTS]
     return text_table((title, "n", *columns), rows, right=right) if rows else ""
 
 
@@ -152,7 +148,7 @@ def short_count(count: int) -> str:
 
 def _change(layers: Iterable[Any], name: str) -> str:
     counts = (total(layers, f"{name}_{when}") for when in ("before", "after"))
-    return " -> ".join(short_count(count).replace(" ", NO_BREAK) for count in counts)
+    return " -> ".join(short_count(count).replace(" ", _NO_BREAK) for count in counts)
 
 
 def _shared_name(names: Sequence[str]) -> str:

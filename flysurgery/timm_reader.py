@@ -1,7 +1,5 @@
 """How timm opens converted models: ``timm.create_model("local-dir:DIR", pretrained=True)``, by its registry of models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from timm.models import register_model

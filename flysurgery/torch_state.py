@@ -1,7 +1,5 @@
 """What PyTorch's present state asks of an operation: tracing, export, transforms, autocast, TF32."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

@@ -1,4 +1,4 @@
-"""A product of Kronecker-sparse factors, as its patterns from left to right."""
+"""A Kronecker-sparse factor's support as four integers, and a product of such factors, as its patterns from left to right."""
 
 from __future__ import annotations
 
@@ -8,7 +8,77 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from flysurgery.errors import PatternError
-from flysurgery.patterns.pattern import Pattern
+
+MAX_FEATURES = 1 << 24
+"""Largest accepted side of a matrix. Plans come from files, so sizes are bounded before anything is allocated."""
+
+
+@dataclass(frozen=True, order=True)
+class Pattern:
+    """The support ``I_a ⊗ 1_{b×c} ⊗ I_d`` of a Kronecker-sparse factor.
+
+    The matrix K has shape ``(a*b*d, a*c*d)``, ``a*b*c*d`` nonzeros, and
+    ``K[(i*b + p)*d + j, (i*c + q)*d + j] = factor[i, p, q, j]``.
+
+    Raises:
+        PatternError: an entry is no positive integer, or a side of the matrix exceeds ``MAX_FEATURES``.
+
+    Source: Gonon et al. 2024, arXiv:2405.15013, Definition 2.1.
+    """
+
+    a: int
+    b: int
+    c: int
+    d: int
+
+    def __post_init__(self) -> None:
+        if any(type(n) is not int or n < 1 for n in self.factor_shape):
+            raise PatternError(f"a pattern (a, b, c, d) takes four positive integers, got {self.factor_shape}")
+        if max(self.shape) > MAX_FEATURES:
+            raise PatternError(f"pattern {self} describes a matrix of shape {self.shape}; no side may exceed {MAX_FEATURES}")
+
+    def __str__(self) -> str:
+        return f"({self.a},{self.b},{self.c},{self.d})"
+
+    @property
+    def factor_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the canonical storage, ``(a, b, c, d)``."""
+        return (self.a, self.b, self.c, self.d)
+
+    @property
+    def out_features(self) -> int:
+        """Number of rows of the matrix, ``a*b*d``."""
+        return self.a * self.b * self.d
+
+    @property
+    def in_features(self) -> int:
+        """Number of columns of the matrix, ``a*c*d``."""
+        return self.a * self.c * self.d
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the matrix, ``(out_features, in_features)``."""
+        return (self.out_features, self.in_features)
+
+    @property
+    def nnz(self) -> int:
+        """Number of nonzeros, which is the number of parameters, ``a*b*c*d``."""
+        return self.a * self.b * self.c * self.d
+
+    @property
+    def density(self) -> float:
+        """Share of entries in the support, ``1 / (a*d)``."""
+        return 1.0 / (self.a * self.d)
+
+    @property
+    def flops_per_row(self) -> int:
+        """Floating-point operations that one row of x costs, a multiplication and an addition a nonzero."""
+        return 2 * self.nnz
+
+    @property
+    def transpose(self) -> Pattern:
+        """The pattern of the transposed matrix, ``(a, c, b, d)``."""
+        return Pattern(self.a, self.c, self.b, self.d)
 
 
 @dataclass(frozen=True)
@@ -115,7 +185,10 @@ class Architecture:
 
         Source: Le, Zheng, Riccietti and Gribonval 2024, arXiv:2411.04506.
         """
-        return all(_chainable(left, right) for left, right in pairwise(self.patterns))
+        return not any(
+            right.a % left.a or left.d % right.d or (left.a * left.c) % right.a or (right.b * right.d) % left.d
+            for left, right in pairwise(self.patterns)
+        )
 
 
 def product_pattern(left: Pattern, right: Pattern) -> Pattern:
@@ -129,10 +202,6 @@ def product_pattern(left: Pattern, right: Pattern) -> Pattern:
     if not Architecture((left, right)).is_chainable:
         raise PatternError(f"the product of {left} and {right} has no pattern of its own: the pair is not chainable")
     return Pattern(left.a, left.b * left.d // right.d, right.a * right.c // left.a, right.d)
-
-
-def _chainable(left: Pattern, right: Pattern) -> bool:
-    return right.a % left.a == 0 and left.d % right.d == 0 and (left.a * left.c) % right.a == 0 and (right.b * right.d) % left.d == 0
 
 
 def check_fits(architecture: Architecture, out_features: int, in_features: int) -> None:

@@ -1,20 +1,15 @@
 """The named architectures: every row of Table 8 of Gonon et al. 2024, and their ViT-S/16 ones."""
 
-from __future__ import annotations
-
+from contextlib import suppress
 from math import gcd
 
 from flysurgery.errors import OptionError, PatternError
 from flysurgery.patterns.architecture import Architecture
 
 ARCHITECTURES = ("monarch", "gonon", "lowrank", "dyadic", "kaleidoscope", "block", "deformable")
-"""The names that ``named`` knows: the architectures that exist for a layer of any suitable size."""
-
+"""The names that ``named`` knows. Those in ``SQUARE`` exist for square matrices alone, those ``OF_BLOCKS`` take a number of blocks."""
 SQUARE = ("dyadic", "kaleidoscope", "block")
-"""Those that exist for square matrices alone."""
-
 OF_BLOCKS = ("monarch", "block", "deformable")
-"""Those that take a number of blocks."""
 
 RANK_STEP = 8
 """Default ranks are multiples of this: 16 bytes of half precision, which dense matrix kernels want rows to be aligned to."""
@@ -76,8 +71,8 @@ def gonon(out_features: int, in_features: int) -> Architecture:
     | 4N×N | (1,2N,N/2,2),(6,N/6,N/6,1) | (1,768,192,2),(6,64,64,1) | 13/24 | 6 divides N |
     | N×4N | (1,N/3,N/3,3),(6,N/6,2N/3,1) | (1,128,128,3),(6,64,256,1) | 1/4 | 6 divides N |
 
-    Scaling keeps the numbers of blocks a and d and lets the blocks b×c grow with the width, so that the density and the
-    grid of blocks are those that the paper measured. The last one is not chainable.
+    Scaling keeps the numbers of blocks a and d, so that the density and the grid of blocks are those that the paper measured. The last one
+    is not chainable.
 
     Raises:
         PatternError: the matrix is none of N×N, 4N×N, N×4N, or the width does not divide; the message gives both sizes.
@@ -178,19 +173,15 @@ def named(name: str, out_features: int, in_features: int, *, nblocks: int = 4, r
             f"the architecture {name} is for square matrices, got {out_features}x{in_features}; "
             f"use deformable, monarch or lowrank for this one"
         )
-    if name == "monarch":
-        return monarch(out_features, in_features, nblocks)
+    if name not in ARCHITECTURES:
+        raise OptionError(f"unknown architecture {name!r}; choose one of {', '.join(ARCHITECTURES)}")
     if name == "gonon":
         return gonon(out_features, in_features)
     if name == "lowrank":
         return low_rank(out_features, in_features, rank)
-    if name == "dyadic":
-        return square_dyadic(in_features)
-    if name == "kaleidoscope":
-        return kaleidoscope(in_features)
-    if name in ("block", "deformable"):
-        return deformable(out_features, in_features, nblocks)
-    raise OptionError(f"unknown architecture {name!r}; choose one of {', '.join(ARCHITECTURES)}")
+    if name in OF_BLOCKS:
+        return (monarch if name == "monarch" else deformable)(out_features, in_features, nblocks)
+    return (square_dyadic if name == "dyadic" else kaleidoscope)(in_features)
 
 
 def family_of(architecture: Architecture) -> str:
@@ -200,12 +191,9 @@ def family_of(architecture: Architecture) -> str:
     if len(architecture) == 2 and all(pattern.a == pattern.d == 1 for pattern in architecture):
         return "low rank"
     for family in ARCHITECTURES:
-        try:
-            made = named(family, *architecture.shape, nblocks=architecture.patterns[0].d)
-        except PatternError:
-            continue
-        if made == architecture:
-            return family
+        with suppress(PatternError):
+            if named(family, *architecture.shape, nblocks=architecture.patterns[0].d) == architecture:
+                return family
     return "other"
 
 
@@ -221,6 +209,5 @@ def _check_positive(option: str, value: int) -> None:
 
 def _nearest_divisors(n: int, wanted: int) -> str:
     divisors = [d for d in range(1, n + 1) if n % d == 0]
-    below = [d for d in divisors if d < wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
-    return " and ".join(str(d) for d in below + above)
+    nearest = [d for d in divisors if d < wanted][-1:] + [d for d in divisors if d > wanted][:1]
+    return " and ".join(map(str, nearest))
