@@ -4,7 +4,7 @@ from flysurgery.gpu.parts import Dense, FusedFactors, Gated, Linear, Norm
 from flysurgery.gpu.replay.remembered_calls import Repeating, forget_moved
 from flysurgery.gpu.weight_cache import forget_derived, taking
 from flysurgery.ops.attend import Attention, attended
-from flysurgery.ops.backend import Backend
+from flysurgery.ops.backend import Backend, Problem
 from flysurgery.ops.dispatch import BACKENDS, Explanation, Verdict, explain
 from flysurgery.ops.feed_forward import FeedForward
 from flysurgery.ops.layer_norm import LayerNorm
@@ -12,7 +12,6 @@ from flysurgery.ops.linear_residual import LinearResidual, leaves_moments, run_w
 from flysurgery.ops.multiply import ks_linear, ks_linear_group, ks_multiply
 from flysurgery.ops.norm_linears import NormLinears
 from flysurgery.ops.patches import PatchEmbedding, embedded
-from flysurgery.ops.problem import Problem
 from flysurgery.ops.training import trained, trained_with_x, training_reason
 from flysurgery.ops.ways import Operation, Stage, Way, reason, run, way
 from flysurgery.ops.wide import MOMENTS

@@ -1,31 +1,15 @@
 """The backends, which of them runs a problem, and why."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.backend import Backend
+from flysurgery.ops.backend import Backend, Problem
 from flysurgery.ops.backends.chunked import ChunkedBackend
-from flysurgery.ops.backends.convolution import ConvolutionBackend
 from flysurgery.ops.backends.cuda import CudaBackend
-from flysurgery.ops.backends.pytorch import BmmBackend, DenseBackend, EinsumBackend
-from flysurgery.ops.backends.sparse import BsrBackend, SparseBackend
-from flysurgery.ops.problem import Problem
+from flysurgery.ops.backends.pytorch import BmmBackend, BsrBackend, ConvolutionBackend, DenseBackend, EinsumBackend, SparseBackend
 
-BACKENDS: dict[str, Backend] = {  # in order of speed, the fastest first
-    backend.name: backend
-    for backend in (
-        CudaBackend(),
-        ConvolutionBackend(),
-        ChunkedBackend(),
-        EinsumBackend(),
-        BmmBackend(),
-        DenseBackend(),
-        BsrBackend(),
-        SparseBackend(),
-    )
-}
+_FASTEST_FIRST = CudaBackend, ConvolutionBackend, ChunkedBackend, EinsumBackend, BmmBackend, DenseBackend, BsrBackend, SparseBackend
+BACKENDS: dict[str, Backend] = {kind.name: kind() for kind in _FASTEST_FIRST}
 
 
 @dataclass(frozen=True)
@@ -34,7 +18,7 @@ class Verdict:
 
     backend: str
     obstacle: str | None
-    advice: str | None
+    advice: str | None = None
     remark: str | None = None
 
     def __str__(self) -> str:
@@ -63,7 +47,12 @@ def choose(problem: Problem, backend: str | None = None) -> Backend:
         BackendError: there is no backend of that name, or it cannot run the problem, or none can; with each reason.
     """
     if backend is not None:
-        return _named(problem, backend)
+        if backend not in BACKENDS:
+            raise BackendError(f"there is no backend '{backend}'; choose one of {', '.join(BACKENDS)}")
+        obstacle = BACKENDS[backend].can_run(problem)
+        if obstacle is not None:
+            raise BackendError(f"backend '{backend}' cannot run this: {obstacle}; leave the backend open to have one chosen")
+        return BACKENDS[backend]
     slower: Backend | None = None
     for candidate in BACKENDS.values():
         if candidate.can_run(problem) is None:
@@ -71,18 +60,9 @@ def choose(problem: Problem, backend: str | None = None) -> Backend:
                 return candidate
             slower = slower or candidate
     if slower is None:
-        reasons = "; ".join(str(verdict) for verdict in _verdicts(problem))
+        reasons = "; ".join(f"{each.name}: no, {each.can_run(problem)}" for each in BACKENDS.values())
         raise BackendError(f"no backend can multiply {problem.dtype} on {problem.device_type} with {problem.architecture}: {reasons}")
     return slower
-
-
-def _named(problem: Problem, name: str) -> Backend:
-    if name not in BACKENDS:
-        raise BackendError(f"there is no backend '{name}'; choose one of {', '.join(BACKENDS)}")
-    obstacle = BACKENDS[name].can_run(problem)
-    if obstacle is not None:
-        raise BackendError(f"backend '{name}' cannot run this: {obstacle}; leave the backend open to have one chosen")
-    return BACKENDS[name]
 
 
 def explain(problem: Problem) -> Explanation:
@@ -91,18 +71,12 @@ def explain(problem: Problem) -> Explanation:
     Raises:
         BackendError: no backend can run it.
     """
-    choice = choose(problem).name
-    advice = BACKENDS[choice].advise_against(problem)
-    why = "the fastest known here that can run it" if advice is None else f"the first that can run it, although {advice}"
-    return Explanation(_verdicts(problem), choice, why)
-
-
-def _verdicts(problem: Problem) -> tuple[Verdict, ...]:
     verdicts = []
+    choice = choose(problem).name
     for backend in BACKENDS.values():
         obstacle = backend.can_run(problem)
-        if obstacle is not None:
-            verdicts.append(Verdict(backend.name, obstacle, None))
-        else:
-            verdicts.append(Verdict(backend.name, None, backend.advise_against(problem), backend.remark(problem)))
-    return tuple(verdicts)
+        answers = () if obstacle is not None else (backend.advise_against(problem), backend.remark(problem))
+        verdicts.append(Verdict(backend.name, obstacle, *answers))
+    advice = BACKENDS[choice].advise_against(problem)
+    why = "the fastest known here that can run it" if advice is None else f"the first that can run it, although {advice}"
+    return Explanation(tuple(verdicts), choice, why)

@@ -1,7 +1,5 @@
 """The multiplications: by one factor, by a layer with its bias, and by several layers that read the same x, such as q, k and v."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,11 +8,9 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
-from flysurgery.ops.backend import Runner
+from flysurgery.ops.backend import Runner, problem_of
 from flysurgery.ops.dispatch import choose
-from flysurgery.ops.problem import problem_of
 from flysurgery.ops.ways import decided
-from flysurgery.patterns import Architecture
 from flysurgery.torch_state import autocast_dtype, without_autocast
 
 
@@ -67,9 +63,8 @@ def ks_linear(
 
 def _decide(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, backend: str | None) -> tuple[Runner, torch.dtype | None]:
     """What runs this, and the dtype that operands are cast to before; None where they stay as they are."""
-    _check_sizes(x, architecture_of(factors), bias)
     autocast = autocast_dtype(x.device.type)
-    _check_alike(x, factors, bias, autocast)
+    _check(x, factors, bias, autocast)
     problem = problem_of(x, factors, bias, _under_autocast(x, autocast))
     chosen = choose(problem, backend)
     return chosen.runner(problem), None if autocast is None or chosen.rounds else problem.dtype
@@ -80,22 +75,19 @@ def _under_autocast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return tensor.dtype if dtype is None or tensor.dtype == torch.float64 or tensor.is_complex() else dtype
 
 
-def _check_sizes(x: Tensor, architecture: Architecture, bias: Tensor | None) -> None:
+def _check(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, autocast: torch.dtype | None) -> None:
+    """That the operands fit each other, in sizes, dtypes and devices."""
+    architecture = architecture_of(factors)
     if x.dim() == 0 or x.shape[-1] != architecture.in_features:
         raise PatternError(f"factors {architecture} take rows of {architecture.in_features} features, got x of shape {tuple(x.shape)}")
     if bias is not None and tuple(bias.shape) != (architecture.out_features,):
         raise PatternError(f"factors {architecture} take a bias of {architecture.out_features} entries, got shape {tuple(bias.shape)}")
-
-
-def _check_alike(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, autocast: torch.dtype | None) -> None:
     if not (x.is_floating_point() or x.dtype in (torch.complex64, torch.complex128)):
         raise BackendError(f"expected x of a floating dtype, complex64 or complex128, got {x.dtype}; convert it with .to()")
     dtype, device = _under_autocast(x, autocast), x.device
-    for index, tensor in enumerate((*factors, bias)):
-        if tensor is None:
-            continue
+    named = [(f"factor {index}", factor) for index, factor in enumerate(factors)]
+    for name, tensor in named if bias is None else (*named, ("the bias", bias)):
         if _under_autocast(tensor, autocast) != dtype or tensor.device != device:
-            name = "the bias" if index == len(factors) else f"factor {index}"
             raise BackendError(
                 f"expected x and {name} to have the same dtype and device, but got {x.dtype} on {device} and "
                 f"{tensor.dtype} on {tensor.device}; convert one of them with .to()"
@@ -129,16 +121,16 @@ def ks_linear_group(
 def _decide_group(x: Tensor, linears: Sequence[Sequence[Tensor]], biases: Sequence[Tensor | None], backend: str | None) -> Runner | None:
     """The function that runs them in one launch; None where no backend has one."""
     present = [bias for bias in biases if bias is not None]
-    if len(linears) == 1 or len(present) not in (0, len(linears)) or x.device.type != "cuda":
+    if len(linears) == 1 or len(present) not in (0, len(linears)) or x.device.type != "cuda" or x.dim() == 0:
         return None
     dtype = autocast_dtype("cuda") if x.dtype != torch.float64 else None
-    architecture = architecture_of(linears[0])
+    architecture, *others = map(architecture_of, linears)
     weights = [*(factor for linear in linears for factor in linear), *present]
-    alike = all(tensor.device == x.device and (dtype is not None or tensor.dtype == x.dtype) for tensor in weights)
-    same = all(architecture_of(linear) == architecture for linear in linears[1:])
-    if not (alike and same and x.dim() and x.shape[-1] == architecture.in_features):
+    if any(other != architecture for other in others) or x.shape[-1] != architecture.in_features:
         return None
     if any(tuple(bias.shape) != (architecture.out_features,) for bias in present):
+        return None
+    if any(tensor.device != x.device or (dtype is None and tensor.dtype != x.dtype) for tensor in weights):
         return None
     problem = problem_of(x, linears[0], biases[0], dtype, beside=weights)
     chosen, together = choose(problem, backend), replace(problem, linears=len(linears))

@@ -22,10 +22,10 @@ from flysurgery.gpu import kernel as kernels
 from flysurgery.gpu.kernel import Kernel, Parameters
 from flysurgery.gpu.operators import check_operands
 from flysurgery.ops import BACKENDS, Problem, ks_linear
+from flysurgery.ops.backend import problem_of
 from flysurgery.ops.backends import cuda as cuda_backend
 from flysurgery.ops.backends.cuda import CudaBackend
 from flysurgery.ops.multiply import ks_linear_group
-from flysurgery.ops.problem import problem_of
 from flysurgery.patterns import Architecture, monarch
 from flysurgery.torch_state import tf32_allowed
 from tests.support.composed import Composed

@@ -18,7 +18,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 import flysurgery
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
-from flysurgery.ops.backends.convolution import ConvolutionBackend
+from flysurgery.ops.backends.pytorch import ConvolutionBackend
 from flysurgery.patterns import Architecture
 from tests.support.tolerance import assert_equal
 

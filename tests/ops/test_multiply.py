@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import ks_linear, ks_multiply
-from flysurgery.ops.problem import problem_of
+from flysurgery.ops.backend import problem_of
 from flysurgery.patterns import Architecture
 from flysurgery.torch_state import foreign_obstacle
 from tests.support.composed import Composed

@@ -1,7 +1,5 @@
 """Chunks of rows on the CPU: all factors are applied to one chunk before the next, while it lies in the cache."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,9 +9,8 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of, to_blocks
-from flysurgery.ops.backend import Backend
+from flysurgery.ops.backend import Backend, Problem
 from flysurgery.ops.backends.pytorch import BmmBackend
-from flysurgery.ops.problem import Problem
 from flysurgery.patterns import Pattern
 from flysurgery.torch_state import is_exporting, is_tracing
 
@@ -70,10 +67,12 @@ class ChunkedBackend(Backend):
 
     def bind(self, factors: Sequence[Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         left, *others = architecture_of(factors)
-        inner_bias = bias if others and left.a == 1 else None
-        blocks = _last_blocks(factors[0], inner_bias)
+        bias_inside = bias is not None and left.a == 1 and bool(others)
+        blocks = to_blocks(factors[0])
+        if bias is not None and bias_inside:  # as one more column, of shape (d, b, 1)
+            blocks = torch.cat((blocks, bias.view(left.b, 1, left.d).permute(2, 0, 1)), dim=2)
         inner = [(pattern, to_blocks(factor)) for pattern, factor in zip(others, factors[1:], strict=True)]
-        return partial(_multiply, left=left, left_blocks=blocks, inner=inner[::-1], bias=bias, bias_inside=inner_bias is not None)
+        return partial(_multiply, left=left, left_blocks=blocks, inner=inner[::-1], bias=bias, bias_inside=bias_inside)
 
 
 def _few_rows(dtype: torch.dtype) -> int:
@@ -96,17 +95,6 @@ _library.impl("chunked_linear", _compiled, "CPU")
 torch.library.register_fake("flysurgery::chunked_linear", _fake, lib=_library)
 
 
-def _last_blocks(
-    factor: Tensor,  # shape: (a, b, c, d)
-    bias: Tensor | None,  # shape: (b*d,), only where a is 1
-) -> Tensor:  # shape: (a*d, b, c), or (d, b, c + 1) with the bias as one more column
-    blocks = to_blocks(factor)
-    if bias is None:
-        return blocks
-    _, b, _, d = factor.shape
-    return torch.cat((blocks, bias.view(b, 1, d).permute(2, 0, 1)), dim=2)
-
-
 def _multiply(
     x: Tensor,
     *,
@@ -124,8 +112,10 @@ def _multiply(
         columns = x[start : start + chunk].mT  # shape: (features, n)
         for (pattern, blocks), memory in zip(inner, scratch, strict=False):
             columns = _multiply_columns(columns, blocks, pattern, memory)
-        if bias_inside:
-            columns = _with_ones(columns, left.d, scratch[-2])
+        if bias_inside:  # a row of ones behind each of the d residue classes
+            features, n = columns.shape
+            scratch[-2][features * n : (features + left.d) * n] = 1
+            columns = scratch[-2][: (features + left.d) * n].view(features + left.d, n)
         result = out[start : start + chunk]
         _write_rows(result, columns, left_blocks, left, scratch[-1])
         if bias is not None and not bias_inside:
@@ -133,11 +123,7 @@ def _multiply(
     return out
 
 
-class _Kept(threading.local):
-    memory: Tensor | None = None
-
-
-_kept = _Kept()
+_kept = threading.local()
 
 
 def _scratch_memory(size: int, dtype: torch.dtype) -> Tensor:  # shape: (size,)
@@ -149,7 +135,7 @@ def _scratch_memory(size: int, dtype: torch.dtype) -> Tensor:  # shape: (size,)
     nbytes = size * dtype.itemsize
     if nbytes > SCRATCH_BYTES:
         return torch.empty(size, dtype=dtype, device="cpu")
-    if _kept.memory is None:
+    if not hasattr(_kept, "memory"):
         with torch.inference_mode(False):  # what is made in inference mode cannot be written to outside it
             _kept.memory = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device="cpu")
     return _kept.memory[:nbytes].view(dtype)
@@ -186,13 +172,6 @@ def _multiply_columns(columns: Tensor, blocks: Tensor, pattern: Pattern, memory:
     else:
         place.view(a, b, d, n).copy_(torch.bmm(blocks, _classes(columns, a, d)).view(a, d, b, n).movedim(1, 2))
     return place.view(a * b * d, n)
-
-
-def _with_ones(columns: Tensor, d: int, memory: Tensor) -> Tensor:
-    """Append a row of ones to each of the d residue classes; the columns lie at the head of ``memory``."""
-    features, n = columns.shape
-    memory[features * n : (features + d) * n] = 1
-    return memory[: (features + d) * n].view(features + d, n)
 
 
 def _write_rows(out: Tensor, columns: Tensor, blocks: Tensor, left: Pattern, memory: Tensor) -> None:

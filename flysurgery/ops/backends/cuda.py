@@ -1,9 +1,7 @@
 """The backend ``cuda``: the fused kernels, for layers whose sizes and dtypes they know."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,8 +13,7 @@ from flysurgery.gpu.gradients import EagerLinear
 from flysurgery.gpu.modes import mode_of
 from flysurgery.gpu.product import factor_config, product_obstacle, run_product
 from flysurgery.gpu.single_by_bmm import BatchedConfig
-from flysurgery.ops.backend import Backend, Runner
-from flysurgery.ops.problem import Problem, problem_of
+from flysurgery.ops.backend import Backend, Problem, Runner, problem_of
 from flysurgery.patterns import Architecture
 from flysurgery.torch_state import foreign_obstacle
 
@@ -29,7 +26,7 @@ class CudaBackend(Backend):
 
     def remark(self, problem: Problem) -> str | None:
         """A remark on how a problem is run, where that is not by one kernel of this package."""
-        mode, device_index = mode_of(problem.dtype, allow_tf32=problem.allow_tf32), torch.cuda.current_device()
+        mode, device_index = _mode(problem), torch.cuda.current_device()
         fused = None if mode is None else fused_reason(problem.architecture, mode, 1, shared_limit_of(device_index))
         if mode is None or fused is None:
             return None
@@ -46,7 +43,7 @@ class CudaBackend(Backend):
         foreign = foreign_obstacle() if problem.tracing else None
         if foreign is not None:
             return foreign
-        mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32)
+        mode = _mode(problem)
         if mode is None:
             return f"it has kernels for float32, float16 and bfloat16, not {problem.dtype}"
         shapes = tuple(pattern.factor_shape for pattern in problem.architecture)
@@ -56,28 +53,26 @@ class CudaBackend(Backend):
         return self.runner(problem_of(x, factors, bias))(x, factors, () if bias is None else (bias,))
 
     def runner(self, problem: Problem) -> Runner:
-        """One launch for two factors, or factor by factor for others; one also for several linears."""
-        mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32)
+        dtype, linears, mode = problem.dtype, problem.linears, _mode(problem)
         assert mode is not None, "can_run has refused other dtypes"
-        if problem.requires_grad and not problem.tracing:
-            return partial(_with_gradients, problem.dtype, problem.linears, mode)
-        return partial(_registered if problem.tracing else _without_gradients, problem.dtype, problem.linears, mode)
+
+        def registered(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+            product = torch.ops.flysurgery.ks_linear(x.to(dtype).reshape(-1, x.shape[-1]), list(factors), list(biases), linears, mode)
+            return product.reshape(*x.shape[:-1], product.shape[1])
+
+        def with_gradients(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+            return EagerLinear.apply(dtype, linears, mode, len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
+
+        def without_gradients(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+            return run_product(x.to(dtype), factors, biases, linears, mode)
+
+        if problem.tracing:
+            return registered
+        return with_gradients if problem.requires_grad else without_gradients
 
 
-Operands = Sequence[Tensor]
-
-
-def _registered(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
-    product = torch.ops.flysurgery.ks_linear(x.to(dtype).reshape(-1, x.shape[-1]), list(factors), list(biases), linears, mode)
-    return product.reshape(*x.shape[:-1], product.shape[1])
-
-
-def _with_gradients(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
-    return EagerLinear.apply(dtype, linears, mode, len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
-
-
-def _without_gradients(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
-    return run_product(x.to(dtype), factors, biases, linears, mode)
+def _mode(problem: Problem) -> str | None:
+    return mode_of(problem.dtype, allow_tf32=problem.allow_tf32)
 
 
 @torch.compiler.assume_constant_result  # depends on the machine and the arguments alone
