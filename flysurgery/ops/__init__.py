@@ -10,10 +10,9 @@ from flysurgery.ops.feed_forward import FeedForward
 from flysurgery.ops.layer_norm import LayerNorm
 from flysurgery.ops.linear_residual import LinearResidual, leaves_moments, run_with_moments
 from flysurgery.ops.multiply import ks_linear, ks_linear_group, ks_multiply
-from flysurgery.ops.norm_linears import NormLinears
+from flysurgery.ops.norm_linears import MOMENTS, NormLinears
 from flysurgery.ops.patches import PatchEmbedding, embedded
 from flysurgery.ops.training import trained, trained_with_x, training_reason
 from flysurgery.ops.ways import Operation, Stage, Way, reason, run, way
-from flysurgery.ops.wide import MOMENTS
 
 __all__ = ["explain", "forget_derived", "ks_linear", "ks_multiply"]

@@ -1,7 +1,5 @@
 """Linears that share x as one dense matrix and one bias, with a layer scale behind them; and the way back for their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

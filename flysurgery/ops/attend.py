@@ -3,10 +3,7 @@
 Kernels take it where PyTorch has none on tensor cores or a slower one. Gradients of q, k and v are written where these lie side by side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,18 +56,20 @@ class Attention(NamedTuple):
 
     def stages(self, x: Tensor) -> Stages | str:
         (batch, heads, queries, head), keys, mode = x.shape, self.k.shape[2], mode_for(x)
-        if few_attention_obstacle(batch * heads, queries, keys, head, x.dtype) is None:
-            return (Stage((), partial(_attended, mode=mode, few=True)),)
-        obstacle = attention_obstacle(head, queries, keys, mode, shared_limit_of(x.device.index))
-        return obstacle or (Stage((), partial(_attended, mode=mode, few=False)),)
+        few = few_attention_obstacle(batch * heads, queries, keys, head, x.dtype) is None
+        obstacle = None if few else attention_obstacle(head, queries, keys, mode, shared_limit_of(x.device.index))
+
+        def attend(y: Tensor, q: Tensor, given: Attention) -> Tensor:
+            return run_attention(q, given.k, given.v, _scale(q, given.scale), mode, few)
+
+        return obstacle or (Stage((), attend),)
 
     def plainly(self, x: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(x, self.k, self.v, scale=self.scale)
 
 
-def _attended(y: Tensor, q: Tensor, given: Attention, mode: str, few: bool) -> Tensor:
-    scale = q.shape[-1] ** -0.5 if given.scale is None else given.scale
-    return run_attention(q, given.k, given.v, scale, mode, few)
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 _PREFERRED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -92,16 +91,14 @@ def attended(q: Tensor, given: Attention) -> Tensor:  # shape: (batch, heads, qu
         return _by_pytorch(*parts, scale)
     places = [(part.shape, part.stride(), int(part.storage_offset())) for part in parts]
     joined = whole is not None and _fill(whole, parts)
-    positive = q.shape[-1] ** -0.5 if scale is None else scale
-    sizes = None if joined and len({place[:2] for place in places}) > 1 else _gradient_sizes(parts, positive)
+    number = _scale(q, scale)
+    sizes = None if joined and len({place[:2] for place in places}) > 1 else _gradient_sizes(parts, number)
     found: Any
     if sizes is not None:
-        found = _Attended.apply(sizes, positive, places, *([whole] if joined else parts))
+        found = _Attended.apply(sizes, number, places, *([whole] if joined else parts))
         return found
-    if joined:
-        found = _Parts.apply(whole, places)
-        q, k, v = found
-    return _by_pytorch(q, k, v, scale)
+    found = _Parts.apply(whole, places) if joined else parts
+    return _by_pytorch(*found, scale)
 
 
 def _gradient_sizes(parts: Sequence[Tensor], scale: float) -> AttentionGradient | None:
@@ -146,7 +143,11 @@ class _Attended(torch.autograd.Function):
         sizes, scale, places = ctx.given
         gradients = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in tensors]
         sums = _sums_of_columns(gradients[0], places) if len(tensors) == 1 else None
-        of_parts = (None, None, None) if sums is None else _of_columns(sums, places)
+        of_parts: Sequence[Tensor | None] = (None, None, None)
+        if sums is not None:  # of each of the three parts, (parts, heads, features), which lie as its columns do
+            of_parts = [
+                sums.as_strided((len(sums), *shape[1::2]), (sums.stride(0), *strides[1::2]), offset) for shape, strides, offset in places
+            ]
         run_attention_gradient(sizes, _parts(tensors, places), y, log_sums, dy, scale, _parts(gradients, places), of_parts)
         keep_sums(gradients[0], sums)
         return None, None, None, *gradients
@@ -159,11 +160,6 @@ def _sums_of_columns(whole: Tensor, places: Sequence[_Place]) -> Tensor | None: 
     if not rows or any(offset + (heads - 1) * of_head + features > of_token for *_, offset in places):
         return None
     return torch.empty((parts_of_sums(batch, heads, whole.device.index), of_token), dtype=torch.float32, device=whole.device)
-
-
-def _of_columns(sums: Tensor, places: Sequence[_Place]) -> Sequence[Tensor]:  # shapes: (parts, heads, features)
-    """The sums of each of the three parts, which lie as its columns do."""
-    return [sums.as_strided((len(sums), *shape[1::2]), (sums.stride(0), *strides[1::2]), offset) for shape, strides, offset in places]
 
 
 def _parts(tensors: Sequence[Tensor], places: Sequence[_Place]) -> Sequence[Tensor]:

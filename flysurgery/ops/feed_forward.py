@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu.factor_by_factor import run_wide_ffn
+from flysurgery.gpu.dense import dense_obstacle, run_dense_gated
+from flysurgery.gpu.factor_by_factor import middle_places, run_wide_ffn, wide_ffn_obstacle
 from flysurgery.gpu.ffn import run_ffn
-from flysurgery.gpu.gated import gated_obstacle
+from flysurgery.gpu.ffn_middle import fills_rounds
+from flysurgery.gpu.gated import gated_obstacle, run_gated
+from flysurgery.gpu.modes import mode_for
 from flysurgery.gpu.parts import FusedFactors, Gated, Linear, Norm, present, wrong_norm, wrong_size, wrong_vector
-from flysurgery.ops.norm_linears import plain_norm
+from flysurgery.ops.norm_linears import MOMENTS, plain_norm
 from flysurgery.ops.one_launch import (
     epilogue_reason,
     few_rows_linear,
-    fused_norm_linear,
-    gated_apart,
-    gated_dense,
-    gated_factors,
+    fused,
     in_one_launch,
     like,
     linear_epilogue,
@@ -31,18 +31,18 @@ from flysurgery.ops.one_launch import (
     normed,
     rows_of,
     takes_few_rows,
-    takes_gated_dense,
-    takes_gated_factors,
     whole_reason,
 )
 from flysurgery.ops.ways import Stage, Stages
-from flysurgery.ops.wide import takes_ffn, wide_ffn_launches
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "silu": functional.silu,
 }
+
+NARROWEST = 512
+"""From this many features on, one launch for each factor is faster; timed as for ``norm_linears``."""
 
 
 class FeedForward(NamedTuple):
@@ -86,68 +86,51 @@ class FeedForward(NamedTuple):
         wrong = wrong or wrong_vector(self.scale, outputs, "scale") or wrong_norm(self.norm, inputs) or wrong_norm(self.inner, hidden)
         if wrong is None and (hidden != taken or (self.residual and inputs != outputs)):
             return f"expected layers that fit each other and the residual, got {inputs} to {hidden} and {taken} to {outputs} features"
-        return wrong or wrong_activation(self.activation)
+        return wrong or self._wrong_activation()
+
+    def _wrong_activation(self) -> str | None:
+        known = ", ".join(ACTIVATIONS)
+        return None if self.activation in ACTIVATIONS else f"expected an activation out of {known}, got '{self.activation}'"
 
     def stages(self, x: Tensor) -> Stages | str:
-        norm, up, down, _, _, residual, inner, _ = self
+        norm, up, down, inner = self.norm, self.up, self.down, self.inner
         norms_reason = norm_reason(x, norm, up.sizes[0]) or norm_reason(x, inner, down.sizes[0])
-        before_last = () if inner is None else (Stage(("inner norm",), lambda y, x, block: normed(y, block.inner)),)
+        between = () if inner is None else (Stage(("inner norm",), lambda y, x, block: normed(y, block.inner)),)
         if isinstance(up, Gated):
             first = norms_reason or _gated(x, norm, up)
-            return first if isinstance(first, str) else (*first, *before_last, _last(x, self))
+            return first if isinstance(first, str) else (*first, *between, _last(x, self))
         if takes_few_rows(x, (up,), norm) and takes_few_rows(x, (down,), inner):
-            first = "up and activation" if norm is None else "norm, up and activation"
-            last = " and ".join([*(["inner norm, down"] if inner else ["down"]), *self._added])
-            return (
-                Stage((first,), lambda y, x, block: few_rows_linear(y, block.norm, (block.up,), block.activation)),
-                Stage((last,), lambda y, x, block: _last_of_few_rows(y, x, block, block.inner)),
-            )
+            launch = "up and activation" if norm is None else "norm, up and activation"
+            first = Stage((launch,), lambda y, x, block: few_rows_linear(y, block.norm, (block.up,), block.activation))
+            return first, _last(x, self, inner)
         if norms_reason is None and takes_few_rows(x, (up,)) and takes_few_rows(x, (down,)):
             first = Stage(("up and activation",), lambda y, x, block: few_rows_linear(y, None, (block.up,), block.activation))
-            return *_before(norm), first, *before_last, _last(x, self)
-        whole = "the kernel of a whole block has no norm between its layers"
-        whole = whole_reason(x, norm, up, down) if inner is None else whole
+            return *_before(norm), first, *between, _last(x, self)
+        whole = whole_reason(x, norm, up, down) if inner is None else "the kernel of a whole block has no norm between its layers"
         if isinstance(up, FusedFactors) and isinstance(down, FusedFactors):
             if whole is None:
                 return (Stage(("the whole block",), lambda y, x, block: like(x, run_ffn(rows_of(x), *block[:6]))),)
-            if inner is None and takes_ffn(x, up, down):
-                if norms_reason is not None:
-                    return norms_reason
-                launches = wide_ffn_launches(x, norm, up, down, self.scale, residual)
-                return (Stage(launches, lambda y, x, block: like(x, run_wide_ffn(rows_of(x), *block[:6], moments=block.moments))),)
+            wide = inner is None and x.shape[-1] >= NARROWEST
+            if wide and wide_ffn_obstacle(up.architecture, down.architecture, x.dtype, x.device.index) is None:
+                return norms_reason or (_each_factor(x, self, middle_places(up.architecture, down.architecture, x.device.index)),)
         apart = norms_reason or epilogue_reason(x, up)
         if apart is not None:
             return f"{whole}; {apart}"
-        return *_first(x, norm, up), *before_last, _last(x, self)
+        return *_first(x, norm, up), *between, _last(x, self)
 
     def plainly(self, x: Tensor) -> Tensor:
-        wrong = wrong_activation(self.activation)
+        wrong = self._wrong_activation()
         if wrong is not None:
             raise BackendError(wrong)
         activation, normed = ACTIVATIONS[self.activation], plain_norm(x, self.norm)
         if isinstance(self.up, Gated):
-            parts = [multiplied(normed, member) for member in self.up.members]
-            parts = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
-            hidden = activation(parts[self.up.gate]) * parts[1 - self.up.gate]
+            gate, value = _gate_and_value(normed, self.up)
+            hidden = activation(gate) * value
         else:
             hidden = activation(multiplied(normed, self.up))
         y = multiplied(plain_norm(hidden, self.inner), self.down)
         y = y if self.scale is None else y * self.scale
         return x + y if self.residual else y
-
-    def added_to(self, x: Tensor) -> Tensor | None:
-        """What the last layer's outputs are added to."""
-        return x if self.residual else None
-
-    @property
-    def _added(self) -> tuple[str, ...]:
-        """The operations behind the last layer's product, in words."""
-        return (*(("scale",) if self.scale is not None else ()), *(("residual",) if self.residual else ()))
-
-
-def wrong_activation(activation: str) -> str | None:
-    """Why there is no such activation; None where there is."""
-    return None if activation in ACTIVATIONS else f"expected an activation out of {', '.join(ACTIVATIONS)}, got '{activation}'"
 
 
 def _before(norm: Norm | None) -> Stages:
@@ -158,8 +141,7 @@ def _before(norm: Norm | None) -> Stages:
 def _first(x: Tensor, norm: Norm | None, up: Linear) -> Stages:
     """``activation(up(norm(x)))``, in one launch where the fused kernel takes the norm as well."""
     if norm is not None and isinstance(up, FusedFactors) and in_one_launch(x, [up]):
-        launch = "norm, up and activation"
-        return (Stage((launch,), lambda y, x, block: fused_norm_linear(y, block.norm, (block.up,), block.activation)),)
+        return (Stage(("norm, up and activation",), lambda y, x, block: fused(y, block.norm, (block.up,), block.activation)),)
     return *_before(norm), Stage(("up and activation",), lambda y, x, block: linear_epilogue(y, block.up, block.activation))
 
 
@@ -169,42 +151,84 @@ def _gated(x: Tensor, norm: Norm | None, up: Gated) -> Stages | str:
     Factors whose outputs hold gate and value take one launch, with the norm if it fits. Dense layers take one launch after the norm's. In
     all other cases each layer has its own launch, and the gate has one more.
     """
-    outputs = [member.sizes[1] for member in up.members]
-    if len(outputs) not in (1, 2) or outputs[0] != outputs[-1] or sum(outputs) % 2:
-        return f"expected two layers for gate and value with as many outputs, or one whose outputs are both, got {outputs} outputs"
-    obstacle = gated_obstacle(up.sizes[1], x.dtype)
+    members, (inputs, outputs) = up.members, up.sizes
+    sizes = [member.sizes[1] for member in members]
+    if len(sizes) not in (1, 2) or sizes[0] != sizes[-1] or sum(sizes) % 2:
+        return f"expected two layers for gate and value with as many outputs, or one whose outputs are both, got {sizes} outputs"
+    obstacle = gated_obstacle(outputs, x.dtype)
     if obstacle is not None:
         return obstacle
-    both = up.members[0] if len(up.members) == 1 else None
-    if isinstance(both, FusedFactors):
-        if takes_gated_factors(x, norm is not None, both):
-            launch = "gate and value" if norm is None else "norm, gate and value"
-            return (Stage((launch,), lambda y, x, block: gated_factors(y, block.norm, block.up, block.activation)),)
-        if takes_gated_factors(x, False, both):
-            return *_before(norm), Stage(("gate and value",), lambda y, x, block: gated_factors(y, None, block.up, block.activation))
-    if takes_gated_dense(x, up):
-        return *_before(norm), Stage(("gate and value",), lambda y, x, block: gated_dense(y, block.up, block.activation))
-    products = ("gate", "value") if len(up.members) == 2 else ("both halves",)  # a product of factors may take a launch for each factor
-    return *_before(norm), Stage((*products, "their product"), lambda y, x, block: gated_apart(y, block.up, block.activation))
+    factors = [member for member in members if isinstance(member, FusedFactors)]
+    if len(members) == len(factors) == 1:
+        if norm is not None and in_one_launch(x, factors, gated=True):
+            launch = "norm, gate and value"
+            return (Stage((launch,), lambda y, x, block: fused(y, block.norm, block.up.members, block.activation, block.up.gate)),)
+        if in_one_launch(x, factors, norm=False, gated=True):
+            launch = "gate and value"
+            return *_before(norm), Stage((launch,), lambda y, x, block: fused(y, None, block.up.members, block.activation, block.up.gate))
+    biases = present(*[member.bias for member in members])
+    dense = not factors and len(biases) in (0, len(members))
+    if dense and dense_obstacle(inputs, 2 * outputs, mode_for(x), x.device.index, gated=True, fast=True) is None:
+        return *_before(norm), Stage(("gate and value",), _gated_dense)
+    products = ("gate", "value") if len(members) == 2 else ("both halves",)  # a product of factors may take a launch for each factor
+    return *_before(norm), Stage((*products, "their product"), _gated_apart)
 
 
-def _last(x: Tensor, block: FeedForward) -> Stage:
-    """``x + scale * down(hidden)``, in one launch where there is a kernel for it; x tells how many rows the hidden units have."""
-    added = block._added
-    launch = " and ".join(["down", *added])
-    if takes_few_rows(x, (block.down,)):
-        return Stage((launch,), lambda y, x, block: _last_of_few_rows(y, x, block, None))
+def _gated_dense(y: Tensor, x: Tensor, block: Any) -> Tensor:
+    weights = [member.weight for member in block.up.members]
+    biases = present(*[member.bias for member in block.up.members])
+    return like(y, run_dense_gated(rows_of(y), weights, biases, block.up.gate, block.activation, mode_for(y)))
+
+
+def _gated_apart(y: Tensor, x: Tensor, block: Any) -> Tensor:
+    gate, value = _gate_and_value(y, block.up)
+    return like(y, run_gated(rows_of(gate), rows_of(value), block.activation))
+
+
+def _gate_and_value(x: Tensor, up: Gated) -> tuple[Tensor, Tensor]:
+    """The outputs of both layers, or the halves of those of the one."""
+    outputs = [multiplied(x, member) for member in up.members]
+    parts = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+    return parts[up.gate], parts[1 - up.gate]
+
+
+def _each_factor(x: Tensor, block: FeedForward, places: int) -> Stage:
+    """One launch for each factor, or for the two around the activation where rows fill the rounds of their kernel of so many places."""
+    first = ("first factor of up",) if block.norm is None else (MOMENTS, "norm and first factor of up")
+    middle = ("second factor of up and activation", "first factor of down")
+    middle = (" and ".join(middle),) if fills_rounds(x.numel() // x.shape[-1], places) else middle
+    launches = *first, *middle, " and ".join(["second factor of down", *_added(block)])
+    return Stage(launches, lambda y, x, block: like(x, run_wide_ffn(rows_of(x), *block[:6], moments=block.moments)))
+
+
+def _last(x: Tensor, block: FeedForward, inner: Norm | None = None) -> Stage:
+    """``x + scale * down(inner(hidden))``, in one launch where there is a kernel for it; x tells how many rows the hidden units have."""
+    folded = inner is not None
+    launch = " and ".join(["inner norm, down" if folded else "down", *_added(block)])
+    if takes_few_rows(x, (block.down,), inner):
+
+        def few_rows(y: Tensor, x: Tensor, block: FeedForward) -> Tensor:
+            return few_rows_linear(y, block.inner if folded else None, (block.down,), *_epilogue(x, block))
+
+        return Stage((launch,), few_rows)
     if epilogue_reason(x, block.down, fast=True) is None:
-        return Stage((launch,), lambda y, x, block: linear_epilogue(y, block.down, "none", block.added_to(x), block.scale))
-    return Stage(("down", *([" and ".join(added)] if added else [])), _multiplied_and_added)
+        return Stage((launch,), lambda y, x, block: linear_epilogue(y, block.down, *_epilogue(x, block)))
+    added = " and ".join(_added(block))
+    return Stage(("down", added) if added else ("down",), _multiplied_and_added)
 
 
-def _last_of_few_rows(y: Tensor, x: Tensor, block: FeedForward, inner: Norm | None) -> Tensor:
-    return few_rows_linear(y, inner, (block.down,), "none", block.added_to(x), block.scale)
+def _added(block: FeedForward) -> list[str]:
+    """The operations behind the last layer's product, in words."""
+    return [*([] if block.scale is None else ["scale"]), *(["residual"] if block.residual else [])]
+
+
+def _epilogue(x: Tensor, block: FeedForward) -> tuple[str, Tensor | None, Tensor | None]:
+    """The last layer's activation, of which there is none, what is added to its outputs, and their scale."""
+    return "none", x if block.residual else None, block.scale
 
 
 def _multiplied_and_added(hidden: Tensor, x: Tensor, block: FeedForward) -> Tensor:
-    y, residual, scale = multiplied(hidden, block.down), block.added_to(x), block.scale
+    y, (_, residual, scale) = multiplied(hidden, block.down), _epilogue(x, block)
     if scale is None:
         return y if residual is None else residual + y
     scale = scale.to(y.dtype)

@@ -1,7 +1,5 @@
 """A layer norm by itself, for its fused gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """A linear layer with its layer scale and residual: what is computed, and which launch computes it."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -10,7 +8,7 @@ from torch import Tensor
 from flysurgery.gpu.dense import run_dense_moments, streamed_for
 from flysurgery.gpu.modes import mode_for
 from flysurgery.gpu.parts import Dense, Linear, present, wrong_size, wrong_vector
-from flysurgery.ops.one_launch import epilogue_reason, few_rows_linear, linear_epilogue, multiplied, takes_few_rows
+from flysurgery.ops.one_launch import epilogue_reason, few_rows_linear, linear_epilogue, multiplied, rows_of, takes_few_rows
 from flysurgery.ops.ways import Stage, Stages, reason
 
 
@@ -64,6 +62,5 @@ def run_with_moments(x: Tensor, operation: LinearResidual) -> tuple[Tensor, Tens
     """
     linear, residual, scale = operation
     assert isinstance(linear, Dense), "other layers leave no moments"
-    rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, residual.shape[-1])
-    y, moments = run_dense_moments(rows, linear, added, scale, mode_for(x))
+    y, moments = run_dense_moments(rows_of(x), linear, rows_of(residual), scale, mode_for(x))
     return y.view(residual.shape), moments

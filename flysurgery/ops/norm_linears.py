@@ -1,7 +1,5 @@
 """Linears behind a layer norm: what is computed, and which launches compute it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -9,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.gpu.factor_by_factor import run_wide_group
+from flysurgery.gpu.factor_by_factor import run_wide_group, wide_group_obstacle
 from flysurgery.gpu.parts import Dense, FusedFactors, Linear, Norm, wrong_norm, wrong_size
 from flysurgery.ops.as_dense import side_by_side
 from flysurgery.ops.multiply import ks_linear_group
@@ -17,7 +15,7 @@ from flysurgery.ops.one_launch import (
     alike,
     epilogue_reason,
     few_rows_linear,
-    fused_norm_linear,
+    fused,
     in_one_launch,
     like,
     linear_epilogue,
@@ -28,8 +26,25 @@ from flysurgery.ops.one_launch import (
     takes_few_rows,
 )
 from flysurgery.ops.ways import Stage, Stages
-from flysurgery.ops.wide import GROUP_LAUNCHES, takes_group
 from flysurgery.torch_state import tf32_allowed
+
+MOMENTS = "moments"
+"""The launch of a norm before factors that finds the mean and the deviation of each row."""
+
+NARROWEST = 768
+"""From this many features on, a launch for each factor of linears that share x is faster, for few rows.
+
+``recipes/kernel_tables.py wide`` of commit 880089d timed both ways, for few rows and many.
+"""
+
+WIDEST_TOGETHER, ROWS_TOGETHER = 768, 10
+"""With at most this many features between their two factors, and at least this many rows for each of these features, linears that share
+x are faster in one launch.
+
+A row's features between the factors lie in a warp's registers. More of them leave room for fewer columns of the outputs. On an H200 in fp16
+q, k and v of 768 features take 11.6 us in one launch and 13.8 factor by factor (architecture of Gonon et al., 192 between, 2048 rows),
+59 and 81 (25216 rows); Monarch's, 768 between, 21 and 20, 122 and 163; those of 1024 features (Monarch, 1024 between) 273 and 218.
+"""
 
 
 class NormLinears(NamedTuple):
@@ -60,21 +75,21 @@ class NormLinears(NamedTuple):
         norm, group = self
         if takes_few_rows(x, group, norm):
             return (Stage(("norm and linear",), lambda y, x, given: few_rows_linear(y, given.norm, given.group)),)
-        few = takes_few_rows(x, group)
-        factors = [member for member in group if isinstance(member, FusedFactors)]
         obstacle = norm_reason(x, norm, group[0].sizes[0])
         if obstacle is not None:
             return obstacle
         before = Stage(("norm",), lambda y, x, given: normed(y, given.norm))
-        if few:
+        if takes_few_rows(x, group):
             return before, Stage(("linear",), lambda y, x, given: few_rows_linear(y, None, given.group))
+        factors = [member for member in group if isinstance(member, FusedFactors)]
         if len(group) > 1 and len(factors) < len(group):
             return before, Stage(("linear",), lambda y, x, given: _multiplied(y, [side_by_side(given.group, y.dtype)]))
         together = in_one_launch(x, factors)
-        if alike(factors) and takes_group(x, factors, together):
-            return (Stage(GROUP_LAUNCHES, lambda y, x, given: like(x, run_wide_group(rows_of(x), given.norm, given.group))),)
+        if alike(factors) and _takes_each_factor(x, factors, together):
+            launches = MOMENTS, "norm and first factors", "second factors"
+            return (Stage(launches, lambda y, x, given: like(x, run_wide_group(rows_of(x), given.norm, given.group))),)
         if together:
-            return (Stage(("norm and linear",), lambda y, x, given: fused_norm_linear(y, given.norm, given.group, "none")),)
+            return (Stage(("norm and linear",), lambda y, x, given: fused(y, given.norm, given.group)),)
         return before, Stage(("linear",), lambda y, x, given: _multiplied(y, given.group))
 
     def plainly(self, x: Tensor) -> Tensor:
@@ -87,6 +102,15 @@ def plain_norm(x: Tensor, norm: Norm | Callable[[Tensor], Tensor] | None) -> Ten
     if isinstance(norm, Norm):
         return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
     return x if norm is None else norm(x)
+
+
+def _takes_each_factor(x: Tensor, group: Sequence[FusedFactors], together: bool) -> bool:
+    """Whether linears of one architecture are multiplied factor by factor, where a kernel takes them ``together`` or not."""
+    architecture, features = group[0].architecture, x.shape[-1]
+    between = max(architecture.inner_features, default=0)
+    if together and between <= WIDEST_TOGETHER and x.numel() >= ROWS_TOGETHER * between * features:
+        return False
+    return features >= NARROWEST and wide_group_obstacle(architecture, len(group), x.dtype, x.device.index) is None
 
 
 def _multiplied(x: Tensor, group: Sequence[Linear]) -> Tensor:

@@ -1,9 +1,6 @@
 """The embedding of patches of images as one product: what is computed, which launch computes it, and the same with gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,12 +53,18 @@ class PatchEmbedding(NamedTuple):
         (height, width), (high, wide) = x.shape[2:], weight.shape[2:]
         if height < high or width < wide or height % high or width % wide:
             return f"images of {height}x{width} are not cut into patches of {high}x{wide}"
-        return _wrong_rows(self, (height // high) * (width // wide))
+        for rows in present(*self.prefix, self.position):
+            if rows.dim() < 2 or rows.shape[-1] != len(weight) or rows.shape[:-2].numel() != 1:
+                return f"expected position and prefix to be rows of {len(weight)} features, got a tensor of shape {tuple(rows.shape)}"
+        count, tokens = (height // high) * (width // wide), sum(rows.shape[-2] for rows in self.prefix)
+        if self.position is None or self.position.shape[-2] in (count, count + tokens):
+            return None
+        return f"{count} patches and {tokens} tokens before them have no position of {self.position.shape[-2]} rows"
 
     def stages(self, x: Tensor) -> Stages | str:
         mode, (features, channels, high, wide) = present_mode(x.dtype), self.weight.shape
         if mode is not None and patches_obstacle(high, wide, channels, features, mode, x.device.index) is None:
-            stage = Stage((), partial(_in_place, mode=mode))
+            stage = Stage((), lambda y, x, given: run_patches(x, *given[:4], mode))
         else:
             stage = Stage((), lambda y, x, given: _multiplied(x, given)[0])
         return (stage, Stage((), _as_image)) if self.image else (stage,)
@@ -87,11 +90,6 @@ class PatchEmbedding(NamedTuple):
 def _as_image(y: Tensor, images: Tensor, patches: PatchEmbedding) -> Tensor:
     _, _, high, wide = patches.weight.shape
     return y.transpose(1, 2).unflatten(2, (images.shape[2] // high, images.shape[3] // wide))
-
-
-def _in_place(y: Tensor, images: Tensor, patches: PatchEmbedding, mode: str) -> Tensor:
-    weight, bias, position, prefix, _ = patches
-    return run_patches(images, weight, bias, position, prefix, mode)
 
 
 def _multiplied(images: Tensor, given: PatchEmbedding) -> tuple[Tensor, Tensor]:
@@ -178,17 +176,3 @@ def _of_tokens(dy: Tensor, given: PatchEmbedding) -> list[Tensor]:
     of_position = [] if position is None else [sums[len(sums) - position.shape[-2] :]]
     found = zip((*of_bias, *of_position, *of_prefix), given.tensors[1:], strict=True)
     return [gradient.to(tensor.dtype, copy=True).view(tensor.shape) for gradient, tensor in found]
-
-
-def _wrong_rows(patches: PatchEmbedding, count: int) -> str | None:
-    """Why position and prefix do not fit an image of this many patches."""
-    weight, _, position, prefix, _ = patches
-    features = weight.shape[0]
-    for rows in (*prefix, *([] if position is None else [position])):
-        if rows.dim() < 2 or rows.shape[-1] != features or rows.shape[:-2].numel() != 1:
-            return f"expected position and prefix to be rows of {features} features, got a tensor of shape {tuple(rows.shape)}"
-    tokens = sum(rows.shape[-2] for rows in prefix)
-    beyond = 0 if position is None else position.shape[-2] - count
-    if beyond in (0, tokens):
-        return None
-    return f"{count} patches and {tokens} tokens before them have no position of {count + beyond} rows"

@@ -1,7 +1,5 @@
 """Copies of strided tensors by PyTorch, which moves a few wide elements faster than many narrow ones."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """How a fused operation is computed: stages of launches, chosen once for operands of the same shapes, or why no kernel takes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -89,8 +87,12 @@ class Way(NamedTuple):
 
 def way(x: Tensor, operation: Operation) -> Way | str:
     """How kernels compute an operation, or why none takes it. Depends on shapes, dtypes, devices and PyTorch's settings only."""
-    stages = decided(lambda: _stages(x, operation), (x, *operation.tensors), *operation.form)
-    return stages if isinstance(stages, str) else Way(stages, x, operation)
+
+    def stages() -> Stages | str:
+        return _obstacle(x, operation) or operation.wrong(x) or operation.stages(x)
+
+    found = decided(stages, (x, *operation.tensors), *operation.form)
+    return found if isinstance(found, str) else Way(found, x, operation)
 
 
 def reason(x: Tensor, operation: Operation) -> str | None:
@@ -109,10 +111,6 @@ def run(x: Tensor, operation: Operation) -> Tensor:
     if isinstance(found, str):
         raise BackendError(found)
     return found.run()
-
-
-def _stages(x: Tensor, operation: Operation) -> Stages | str:
-    return _obstacle(x, operation) or operation.wrong(x) or operation.stages(x)
 
 
 def _obstacle(x: Tensor, operation: Operation) -> str | None:
