@@ -1,7 +1,5 @@
 """Patterns are read off shapes, and between factors, blocks and dense matrices nothing is lost, and nothing else is gained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

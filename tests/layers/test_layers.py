@@ -1,7 +1,5 @@
 """The layers as modules: what they compute, how they start, and that they can be handled and compiled like any others."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math
@@ -33,10 +31,9 @@ def check(layer: ButterflyLinear, mode: Arithmetic) -> None:
 
 
 def written_by_numpy(layer: ButterflyLinear) -> None:
-    """Of which nothing tells PyTorch."""
     for parameter in layer.parameters():
         array = parameter.detach().numpy()
-        array *= 2
+        array *= 2  # of which nothing tells PyTorch
 
 
 def swapped(layer: ButterflyLinear) -> None:
@@ -97,14 +94,6 @@ def test_computes_the_product_of_the_factors_that_it_has(architecture: Architect
         check(layer, OF_DTYPE[layer.factors[0].dtype])
 
 
-def test_the_seed_decides_how_it_starts() -> None:
-    starts = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        starts.append(ButterflyLinear(SMALL).factors[0])
-    assert torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
-
-
 def test_it_says_what_it_is_and_names_parameters_as_checkpoints_hold_them() -> None:
     layer = ButterflyLinear(SQUARE)
     assert (layer.in_features, layer.out_features, layer.architecture) == (384, 384, SQUARE)
@@ -119,9 +108,13 @@ def test_it_says_what_it_is_and_names_parameters_as_checkpoints_hold_them() -> N
 @pytest.mark.parametrize("arch", ["gonon", "monarch", "lowrank"])
 @pytest.mark.parametrize(("out_features", "in_features"), [(384, 384), (1536, 384), (384, 1536)])
 def test_starts_with_the_variance_of_a_dense_layer(arch: str, out_features: int, in_features: int) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2000, in_features)
-    layer, dense = ButterflyLinear(named(arch, out_features, in_features)), nn.Linear(in_features, out_features)
+    starts = []
+    for seed in (1, 0, 0):
+        torch.manual_seed(seed)
+        starts.append(ButterflyLinear(named(arch, out_features, in_features)))
+    _, other, layer = starts
+    assert torch.equal(layer.factors[0], other.factors[0]) and not torch.equal(layer.factors[0], starts[0].factors[0])
+    x, dense = torch.randn(2000, in_features), nn.Linear(in_features, out_features)
     with torch.no_grad():
         ratio = layer(x).std() / dense(x).std()
     assert 0.9 < ratio < 1.1  # the spread of an estimate over 2000 rows is below 0.05
@@ -137,25 +130,18 @@ def test_backends_that_cannot_multiply_are_refused() -> None:
         ButterflyLinear(SMALL, backend="chunked")(torch.ones(3, 8))
 
 
-def parts() -> dict[str, ButterflyLinear | nn.Linear]:
-    return {"q": ButterflyLinear(SMALL), "k": nn.Linear(8, 3), "v": ButterflyLinear(SMALL, bias=False)}
-
-
-def test_the_outputs_of_parts_are_joined_in_order_and_parameters_have_their_names() -> None:
-    children = parts()
-    split, x = SplitLinear(children), make_input(5, 8, FP32)
+@pytest.mark.parametrize("dense", [True, False])
+def test_the_outputs_of_parts_are_joined_in_order_under_their_names_and_hooks_of_the_parts_run(dense: bool) -> None:
+    key = nn.Linear(8, 16) if dense else ButterflyLinear(SMALL)
+    children: dict[str, ButterflyLinear | nn.Linear] = {"q": ButterflyLinear(SMALL), "k": key, "v": ButterflyLinear(SMALL, bias=False)}
+    split, x, called = SplitLinear(children), make_input(5, 8, FP32), []
     assert_equal(split(x).detach(), torch.cat([child(x) for child in children.values()], dim=1).detach())
-    assert (split.in_features, split.out_features) == (8, 35) and "in_features=8, out_features=35" in repr(split)
-    names = ["q.bias", "q.factors.0", "q.factors.1", "k.weight", "k.bias", "v.factors.0", "v.factors.1"]
-    assert sorted(split.state_dict()) == sorted(names)
-
-
-@pytest.mark.parametrize("split", [SplitLinear(parts()), SplitLinear({name: ButterflyLinear(SMALL) for name in "qkv"})])
-def test_hooks_of_the_parts_run(split: SplitLinear) -> None:
-    called = []
-    for name, child in split.named_children():
+    assert "in_features=8, out_features=48" in repr(split)
+    own = ["k.weight"] if dense else ["k.factors.0", "k.factors.1"]
+    assert sorted(split.state_dict()) == sorted(["q.bias", "q.factors.0", "q.factors.1", "k.bias", *own, "v.factors.0", "v.factors.1"])
+    for name, child in children.items():
         child.register_forward_hook(lambda module, inputs, output, name=name: called.append(name))
-    split(torch.ones(2, 8))
+    split(x)
     assert called == ["q", "k", "v"]
 
 
@@ -166,19 +152,13 @@ def test_parts_that_do_not_go_together_are_refused() -> None:
         SplitLinear({"q": ButterflyLinear(SMALL), "k": nn.Linear(9, 3)})
 
 
-NARROW = Architecture.of((1, 4, 6, 2), (2, 6, 8, 1))
-
-
-def small_model() -> nn.Module:
-    split = SplitLinear({name: ButterflyLinear(Architecture.of((1, 4, 2, 2), (2, 2, 4, 1))) for name in "qkv"})
-    return nn.Sequential(ButterflyLinear(SMALL), nn.GELU(), ButterflyLinear(NARROW), split)
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_step_is_one_graph_made_once(autocast: bool) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
-    model, x = small_model(), torch.randn(5, 8)
+    split = SplitLinear({name: ButterflyLinear(Architecture.of((1, 4, 2, 2), (2, 2, 4, 1))) for name in "qkv"})
+    model = nn.Sequential(ButterflyLinear(SMALL), nn.GELU(), ButterflyLinear(Architecture.of((1, 4, 6, 2), (2, 6, 8, 1))), split)
+    x = torch.randn(5, 8)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

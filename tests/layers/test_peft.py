@@ -1,7 +1,5 @@
 """Adapters of peft on converted layers, by peft's own calls."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

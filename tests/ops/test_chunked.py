@@ -1,7 +1,5 @@
 """What the chunked backend's chunks, scratch memory and operator bring with them."""
 
-from __future__ import annotations
-
 import csv
 import threading
 from collections.abc import Sequence

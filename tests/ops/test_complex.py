@@ -1,7 +1,5 @@
 """Complex factors: every backend either multiplies them exactly, with gradients, or refuses in a sentence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What every backend has to keep: on the CPU, on CUDA by those that PyTorch's operators make up, and by our kernels in each mode."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Sequence

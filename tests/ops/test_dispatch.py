@@ -1,7 +1,5 @@
 """The choice between backends, made once for operands that look the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -56,20 +54,24 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
     put(*before.values())
 
 
-def test_the_first_that_can_and_knows_none_faster_runs(register: Register) -> None:
-    register(Fake("broken", obstacle="it is broken"), Fake("slow", advice="good is faster"), Fake("good"), Fake("other"))
-    explanation = explain(problem())
-    assert explanation.choice == "good"
-    assert str(explanation) == (
-        "broken: no, it is broken\nslow: yes, but good is faster\ngood: yes\nother: yes\n-> good: the fastest known here that can run it"
-    )
-
-
-def test_advice_yields_where_nothing_else_can(register: Register) -> None:
-    register(Fake("slow", advice="good is faster"), Fake("slower", advice="anything is"), Fake("good", obstacle="it is away"))
-    explanation = explain(problem())
-    assert explanation.choice == "slow"
-    assert explanation.why == "the first that can run it, although good is faster"
+@pytest.mark.parametrize(
+    ("backends", "said"),
+    [
+        (
+            [Fake("broken", obstacle="it is broken"), Fake("slow", advice="good is faster"), Fake("good"), Fake("other")],
+            "broken: no, it is broken\nslow: yes, but good is faster\ngood: yes\nother: yes\n"
+            "-> good: the fastest known here that can run it",
+        ),
+        (
+            [Fake("slow", advice="good is faster"), Fake("slower", advice="anything is"), Fake("good", obstacle="it is away")],
+            "slow: yes, but good is faster\nslower: yes, but anything is\ngood: no, it is away\n"
+            "-> slow: the first that can run it, although good is faster",
+        ),
+    ],
+)
+def test_the_first_that_can_and_knows_none_faster_runs(register: Register, backends: list[Backend], said: str) -> None:
+    register(*backends)
+    assert str(explain(problem())) == said
 
 
 def test_every_reason_is_given_where_none_can(register: Register) -> None:
@@ -118,22 +120,6 @@ def test_the_same_call_is_decided_once_and_what_matters_anew(register: Register)
     assert [problem.tracing for problem in asked.problems[-3:]] == [False, True, True]
     del asked.problems[-2:]
     seen = [(problem.rows, problem.dtype, problem.bias, problem.requires_grad) for problem in asked.problems]
-    plain = (8, torch.float32, False, False)
-    assert seen == [
-        plain,
-        (2, torch.float32, False, False),
-        (8, torch.float64, False, False),
-        (8, torch.float32, True, False),
-        plain,
-        (8, torch.bfloat16, False, False),
-        (8, torch.float32, False, True),
-    ]
-
-
-def test_a_new_backend_is_noticed(register: Register) -> None:
-    first, asked = Fake("first"), Fake("asked")
-    register(asked)
-    ks_linear(X, FACTORS)
-    register(first, asked)
-    ks_linear(X, FACTORS)
-    assert len(first.problems) == 1
+    plain, single = (8, torch.float32, False, False), torch.float32
+    others = [(2, single, False, False), (8, torch.float64, False, False), (8, single, True, False)]
+    assert seen == [plain, *others, plain, (8, torch.bfloat16, False, False), (8, single, False, True)]

@@ -1,6 +1,7 @@
-"""Fused gradients are those of the definitions, of every tensor, element by element."""
+"""Fused gradients are those of the definitions, of every tensor, element by element; and sums that come with a gradient serve a bias."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from flysurgery.errors import InferenceError
 from flysurgery.gpu import branch
 from flysurgery.gpu.branch import begin_ahead
 from flysurgery.ops import Attention, FeedForward, Gated, attended, trained, trained_with_x, training_reason
+from flysurgery.ops.known_sums import keep_sums
 from tests.support import blocks
 from tests.support.blocks import TRAINED, dense, to_train
 from tests.support.captured import races_of_steps, take_hidden_units
@@ -61,20 +63,16 @@ def test_a_result_that_is_not_used_has_no_gradient(last: int) -> None:
         assert_near(ours, theirs)
 
 
-def test_weights_written_to_before_the_backward_pass_are_noticed() -> None:
+def test_weights_written_to_before_the_backward_pass_are_noticed_and_there_is_no_second_derivative() -> None:
     x, operation = to_train("residual", ROWS, WIDTH)
+    y = trained(x, operation)
+    with pytest.raises(InferenceError, match="no second derivatives"):
+        torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
     y = trained(x, operation)
     with torch.no_grad():
         operation.linear.weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-def test_there_is_no_second_derivative() -> None:
-    x, operation = to_train("dense q, k, v", ROWS, WIDTH)
-    y = trained(x, operation)
-    with pytest.raises(InferenceError, match="no second derivatives"):
-        torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
 
 
 def test_reasons() -> None:
@@ -132,3 +130,50 @@ def test_attention_writes_its_gradients_where_q_k_and_v_lie(joined: bool) -> Non
         found.append((y, *torch.autograd.grad(y, whole, torch.ones_like(y))))
     for mine, theirs in zip(*found, strict=True):
         assert_near(mine, theirs)
+
+
+class Doubled(torch.autograd.Function):
+    """Twice its input, whose gradient comes with sums that no gradient has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dx = dy * 2.0
+        keep_sums(dx, dx.new_full((2, dx.shape[-1]), MARK / 2))
+        return dx
+
+
+MARK = 1000.0
+doubled: Any = Doubled.apply
+
+
+def hooked(y: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Tensor:
+    y.register_hook(hook)
+    return doubled(y)
+
+
+def written(gradient: Tensor) -> None:
+    gradient.mul_(3.0)
+
+
+USES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "another user first": (lambda y: y.sin() + doubled(y), lambda y: y.sin() + y * 2.0),
+    "another user last": (lambda y: doubled(y) + y.sin(), lambda y: y * 2.0 + y.sin()),
+    "a view": (lambda y: doubled(y.flatten()), lambda y: y.flatten() * 2.0),
+    "a hook that replaces": (lambda y: hooked(y, lambda gradient: gradient * 3.0), lambda y: y * 6.0),
+    "a hook that writes": (lambda y: hooked(y, written), lambda y: y * 6.0),
+}
+
+
+@pytest.mark.parametrize("name", ["nothing else", *USES])
+def test_sums_of_a_gradient_are_taken_as_long_as_they_are_its_sums(name: str) -> None:
+    x, operation = to_train("dense q, k, v", ROWS, WIDTH)
+    ours, plain = USES.get(name, (doubled, torch.clone))
+    found, expected = (
+        torch.autograd.grad(use(y).sum(), operation.group[0].bias)[0]
+        for use, y in ((ours, trained(x, operation)), (plain, operation.plainly(x)))
+    )
+    torch.testing.assert_close(found, expected if name in USES else torch.full_like(found, MARK))

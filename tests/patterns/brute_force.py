@@ -1,7 +1,5 @@
 """Supports written out as 0/1 matrices by Kronecker products, and what can be counted on them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import reduce
 

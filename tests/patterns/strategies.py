@@ -1,7 +1,5 @@
 """Random patterns and architectures that are small enough to be written out."""
 
-from __future__ import annotations
-
 from itertools import accumulate, pairwise
 from math import lcm
 from operator import mul

@@ -1,7 +1,5 @@
 """Parts of transformer blocks, drawn at random, by default on the GPU, and what their results are compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial

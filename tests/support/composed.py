@@ -1,7 +1,5 @@
 """Small models of tests, each as its parts and one function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The levels of the policy, each as one check of a multiplication ``run(x, factors, bias)``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -50,14 +48,7 @@ def check_bound(run: Run, kind: str, pattern: Pattern, rows: int, mode: Arithmet
 
 
 def check_layer(
-    run: Run,
-    yardstick: Run,
-    architecture: Architecture,
-    rows: int,
-    mode: Arithmetic,
-    device: str = "cpu",
-    *,
-    bias_apart: bool = False,
+    run: Run, yardstick: Run, architecture: Architecture, rows: int, mode: Arithmetic, device: str = "cpu", *, bias_apart: bool = False
 ) -> None:
     """Levels 1 and 2, for a whole layer with bias."""
     factors = make_factors(architecture, mode, device=device)

@@ -1,7 +1,5 @@
 """Small models with random weights, always the same, and random images for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import timm

@@ -1,7 +1,5 @@
 """The truth: products in float64, by the formula over index sets, with nothing taken from the package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,11 +15,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """What the epilogues of the kernels apply, by name."""
 
 
-def product(
-    x: Tensor,  # shape: (rows, in_features)
-    factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right
-    bias: Tensor | None = None,  # shape: (out_features,)
-) -> Tensor:  # shape: (rows, out_features), float64
+def product(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:  # shape: (rows, out_features), float64
     """``x @ (K_1 ... K_L).T + bias`` with stored inputs widened to float64."""
     values = x.double()
     for factor in reversed(factors):

@@ -1,7 +1,5 @@
 """The problems that every backend is tried on: patterns, numbers of rows, and the kinds of numbers in x."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -74,24 +72,22 @@ def make_input(rows: int, features: int, mode: Arithmetic, *, device: str = "cpu
 
 
 def make_case(kind: str, pattern: Pattern, rows: int, mode: Arithmetic, *, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Draw x and a factor for it, x of one of the kinds in ``INPUTS``.
-
-    ``ranged`` scales each row by a power of two between 2^-8 and 2^8. ``cancelling`` gives pairs of products that nearly cancel.
-    ``largest`` puts the largest number that the arithmetic keeps into each row, once, against factors of at most 1/2.
-    """
+    """Draw x and a factor for it, x of one of the kinds in ``INPUTS``."""
     x, factor = make_input(rows, pattern.in_features, mode), make_factor(pattern, mode)
-    if kind == "ranged":
+    if kind == "ranged":  # rows scaled by powers of two
         x *= torch.exp2(torch.arange(rows) % 17 - 8.0)[:, None].to(mode.dtype)
-    elif kind == "cancelling":
+    elif kind == "cancelling":  # pairs of products nearly do
         pairs = pattern.c // 2
         terms = x.view(rows, pattern.a, pattern.c, pattern.d)
         terms[:, :, 1 : 2 * pairs : 2] = -terms[:, :, 0 : 2 * pairs : 2] * (1 + 2.0**-6)
         factor[:, :, 1 : 2 * pairs : 2] = factor[:, :, 0 : 2 * pairs : 2]
     elif kind == "zero":
         x.zero_()
-    elif kind == "largest":
+    elif kind == "largest":  # that the arithmetic keeps, once in each row, against factors of at most 1/2
         x.zero_()
-        x[torch.arange(rows), torch.arange(rows) % pattern.in_features] = _largest(mode)
+        info, widest = torch.finfo(mode.dtype), 127 if mode.dtype == torch.float32 else 1023
+        largest = info.max if info.bits == 16 else 2.0**widest * (2 - 2.0 ** (1 - mode.exact_bits))
+        x[torch.arange(rows), torch.arange(rows) % pattern.in_features] = largest
         factor.clamp_(-0.5, 0.5)
     return x.to(device), factor.to(device)
 
@@ -112,9 +108,3 @@ def keep_bits(values: Tensor, bits: int, floor: float = 0.0) -> Tensor:
         unit = 2 * floor * power_above(values.abs().amax())
         kept = (kept / unit).round() * unit
     return kept.to(values.dtype)
-
-
-def _largest(mode: Arithmetic) -> float:
-    if torch.finfo(mode.dtype).bits == 16:
-        return torch.finfo(mode.dtype).max
-    return 2.0 ** (127 if mode.dtype == torch.float32 else 1023) * (2 - 2.0 ** (1 - mode.exact_bits))

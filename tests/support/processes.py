@@ -3,8 +3,6 @@
 All are forked from a process without threads that has imported the package once.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random
@@ -30,7 +28,7 @@ _APART.set_forkserver_preload(["torch", "timm", "transformers", "flysurgery", "t
 
 
 def two_processes(folder: Path, program: str, *arguments: object) -> list[subprocess.CompletedProcess[str]]:
-    """Run ``program`` in two processes with ``folder`` as their working directory, where it lies as ``program.py`` then; what each did.
+    """Run ``program`` as ``program.py`` of ``folder``, where they work, in two processes; what each did.
 
     They have the environment that ``torchrun`` gives, but no launcher that ends one when the other fails.
     """

@@ -1,7 +1,5 @@
 """Settings of PyTorch: how its own products of float32 round, which kernels are compared with, and what new memory holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -6,8 +6,6 @@ Level 2: over many elements, the error is no larger than that of PyTorch in the 
 Each level sees what the others miss, so a backend has to pass all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,23 +22,19 @@ MIN_OUTPUTS = 4096
 class Arithmetic:
     """How a multiplication rounds: the storage dtype, and the constants of levels 1 and 2.
 
-    ``e_in`` is the relative error of a product through the rounding of its two inputs, ``u_acc`` that of an addition,
-    ``u_out`` that of the rounding to storage, ``eta`` the absolute error where results are subnormal. ``k`` is
-    the factor of level 2, and ``typical`` the relative rms error that a correct result has, to within a factor of 5.
-    ``exact_bits`` is the number of significand bits that inputs keep. ``floor`` is what may be lost of any input beside
-    ``e_in``, relative to the power of two above the largest one that shares its scale: a block of x in a row, a whole row of an
-    intermediate, a whole factor.
+    ``floor`` is what may be lost of any input beside ``e_in``, relative to the power of two above the largest one that shares its scale: a
+    block of x in a row, a whole row of an intermediate, a whole factor.
     """
 
     name: str
     dtype: torch.dtype
-    e_in: float
-    u_acc: float
-    u_out: float
-    eta: float
-    k: float
-    typical: float
-    exact_bits: int
+    e_in: float  # the relative error of a product through the rounding of its two inputs
+    u_acc: float  # that of an addition
+    u_out: float  # that of the rounding to storage
+    eta: float  # the absolute error where results are subnormal
+    k: float  # the factor of level 2
+    typical: float  # the relative rms error that a correct result has, to within a factor of 5
+    exact_bits: int  # significand bits that inputs keep
     floor: float = 0.0
 
 
@@ -65,14 +59,7 @@ ARITHMETICS = {"fp16": FP16, "bf16": BF16, "tf32": TF32, "fp32": FP32_BY_FP16_PA
 """How our kernels compute in each mode that they are asked for by name."""
 
 
-def bound(
-    x: Tensor,
-    factors: Sequence[Tensor],
-    bias: Tensor | None,
-    mode: Arithmetic,
-    *,
-    bias_apart: bool = False,
-) -> Tensor:
+def bound(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, mode: Arithmetic, *, bias_apart: bool = False) -> Tensor:
     """Level 1: the largest error that each output may have, in float64.
 
     For one factor, ``E + u_out*(|y| + E) + eta`` with ``E = (e_in + (1 + e_in)*g)*S``, ``g = n*u_acc/(1 - n*u_acc)``, S the product
@@ -103,14 +90,8 @@ def _rounded(values: Tensor, inherited: Tensor, magnitude: Tensor, terms: int, m
     return error + mode.u_out * (values.abs() + error) + mode.eta
 
 
-def _below_floor(
-    x: Tensor,  # shape: (rows, in_features), magnitudes
-    factor: Tensor,  # shape: (a, b, c, d)
-    floor: float,
-    *,
-    shared: bool,
-) -> Tensor:  # shape: (rows, out_features)
-    """What the smallest inputs may lose, summed. ``shared``: all blocks of a row of x have one scale."""
+def _below_floor(x: Tensor, factor: Tensor, floor: float, *, shared: bool) -> Tensor:  # shapes: (rows, features)
+    """What the smallest inputs may lose, summed; x are magnitudes. ``shared``: all blocks of a row of x have one scale."""
     blocks = x.unflatten(1, (1 if shared else factor.shape[0], -1))
     lost_x = (floor * power_above(blocks.amax(2, keepdim=True))).expand_as(blocks).flatten(1)
     lost_factor = (floor * power_above(factor.double().abs().amax())).expand_as(factor)
@@ -130,13 +111,7 @@ def assert_equal(out: Tensor, expected: Tensor) -> None:
 
 
 def assert_bounded(
-    out: Tensor,
-    x: Tensor,
-    factors: Sequence[Tensor],
-    bias: Tensor | None,
-    mode: Arithmetic,
-    *,
-    bias_apart: bool = False,
+    out: Tensor, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, mode: Arithmetic, *, bias_apart: bool = False
 ) -> None:
     """Level 1, on every element."""
     _assert_within(out, product(x, factors, bias), bound(x, factors, bias, mode, bias_apart=bias_apart), mode)
@@ -169,18 +144,11 @@ def assert_epilogue_bounded(
 
 def assert_epilogue_comparable(out: Tensor, yardstick: Tensor, truth: Tensor, mode: Arithmetic) -> None:
     """Level 2 after an epilogue: ``truth`` is in float64, ``yardstick`` the same steps by PyTorch in the same arithmetic."""
-    assert out.numel() >= MIN_OUTPUTS, f"level 2 needs {MIN_OUTPUTS} outputs, got {out.numel()}"
-    measured, allowed = _rms(out.double() - truth), _rms(yardstick.double() - truth)
-    assert measured <= 1.2 * mode.k * allowed, f"{mode.name}: the rms error is {measured / allowed:.3g} times PyTorch's"
+    _assert_comparable(out, yardstick, truth, mode, 1.2 * mode.k)
 
 
 def assert_factor_gradient_bounded(
-    gradient: Tensor,  # shape: (a, b, c, d)
-    index: int,
-    x: Tensor,
-    factors: Sequence[Tensor],
-    dy: Tensor,
-    mode: Arithmetic,
+    gradient: Tensor, index: int, x: Tensor, factors: Sequence[Tensor], dy: Tensor, mode: Arithmetic
 ) -> None:
     """Level 1 for the gradient with respect to ``factors[index]``: a sum over rows of products of what enters and leaves it.
 
@@ -201,22 +169,18 @@ def assert_factor_gradient_bounded(
     _assert_within(gradient, truth, _rounded(truth, inherited, high, x.shape[0], mode), mode)
 
 
-def assert_comparable(
-    out: Tensor,
-    yardstick: Tensor,
-    x: Tensor,
-    factors: Sequence[Tensor],
-    bias: Tensor | None,
-    mode: Arithmetic,
-) -> None:
+def assert_comparable(out: Tensor, yardstick: Tensor, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, mode: Arithmetic) -> None:
     """Level 2: the rms error is at most ``k`` times that of ``yardstick``, PyTorch's result in the same arithmetic."""
-    assert out.numel() >= MIN_OUTPUTS, f"level 2 needs {MIN_OUTPUTS} outputs, got {out.numel()}"
     truth = product(x, factors, bias)
-    measured, allowed = _rms(out.double() - truth), _rms(yardstick.double() - truth)
-    relative = allowed / _rms(truth)
+    relative = _rms(yardstick.double() - truth) / _rms(truth)
     if not mode.typical / 5 <= relative <= mode.typical * 5:
         raise RuntimeError(f"the yardstick is not {mode.name}: its relative rms error is {relative:.2g}, not about {mode.typical:.2g}")
-    k = mode.k * (1.2 if len(factors) > 1 else 1.0)
+    _assert_comparable(out, yardstick, truth, mode, mode.k * (1.2 if len(factors) > 1 else 1.0))
+
+
+def _assert_comparable(out: Tensor, yardstick: Tensor, truth: Tensor, mode: Arithmetic, k: float) -> None:
+    assert out.numel() >= MIN_OUTPUTS, f"level 2 needs {MIN_OUTPUTS} outputs, got {out.numel()}"
+    measured, allowed = _rms(out.double() - truth), _rms(yardstick.double() - truth)
     assert measured <= k * allowed, f"{mode.name}: the rms error is {measured / allowed:.3g} times PyTorch's, allowed are {k:.3g}"
 
 
