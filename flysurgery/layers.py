@@ -1,7 +1,5 @@
 """The modules that surgery puts in the place of dense linear layers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -85,7 +83,7 @@ class ButterflyLinear(nn.Module):
                 pass
         return tuple(self.factors), self.bias
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ButterflyLinear:
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Move and retype the parameters, as ``to`` does, and free their packed forms."""
         super()._apply(fn, recurse)
         forget_moved()

@@ -1,7 +1,5 @@
 """LoRA and DoRA on converted layers, by peft's own extension point for layers that it does not know."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How transformers opens and writes converted models: ``AutoModel.from_pretrained(folder)``, by its extension point for replaced layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

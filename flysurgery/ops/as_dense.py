@@ -59,8 +59,7 @@ def of_linears(
     of_scale = None
     if scale is not None:
         assert matrix is not None, "a dense layer with a scale keeps it"
-        bias = _bias_of(group)
-        of_scale = (matrix * of_weight).sum(1)
+        bias, of_scale = _bias_of(group), (matrix * of_weight).sum(1)
         of_scale = (of_scale if bias is None else of_scale + bias * of_bias).to(scale.dtype)
         of_weight, of_bias = of_weight * scale[:, None], of_bias * scale
     sizes = [member.sizes[1] for member in group]
@@ -70,9 +69,8 @@ def of_linears(
     factors = _alike_factors(group)
     if factors is None:
         return tuple(map(_of_linear, of_weight.split(sizes), biases, group)), of_scale
-    found = _in_dtypes(factor_gradients(of_weight, factors, len(group)), factors)
-    length = len(factors) // len(group)
-    return tuple(FusedFactors(tuple(found[length * n : length * (n + 1)]), bias) for n, bias in enumerate(biases)), of_scale
+    found, length = _of_factors(of_weight, factors, len(group)), len(factors) // len(group)
+    return tuple(FusedFactors(found[length * n : length * (n + 1)], bias) for n, bias in enumerate(biases)), of_scale
 
 
 def _matrix_of(group: Group, dtype: torch.dtype) -> Tensor:  # shape: (sum of all out_features, in_features)
@@ -101,8 +99,9 @@ def _alike_factors(group: Group) -> list[Tensor] | None:
 def _of_linear(of_weight: Tensor, of_bias: Tensor | None, linear: Linear) -> Linear:
     if isinstance(linear, Dense):
         return Dense(of_weight.view(linear.weight.shape).to(linear.weight.dtype), of_bias)
-    return FusedFactors(tuple(_in_dtypes(factor_gradients(of_weight, linear.factors, 1), linear.factors)), of_bias)
+    return FusedFactors(_of_factors(of_weight, linear.factors, 1), of_bias)
 
 
-def _in_dtypes(gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, tensors, strict=True)]
+def _of_factors(of_weight: Tensor, factors: Sequence[Tensor], linears: int) -> tuple[Tensor, ...]:
+    gradients = zip(factor_gradients(of_weight, factors, linears), factors, strict=True)
+    return tuple([gradient.to(factor.dtype) for gradient, factor in gradients])

@@ -1,7 +1,5 @@
 """A feed-forward block with its norm, layer scale and residual: what is computed, and which launches compute it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple

@@ -38,12 +38,11 @@ NARROWEST = 768
 """
 
 WIDEST_TOGETHER, ROWS_TOGETHER = 768, 10
-"""With at most this many features between their two factors, and at least this many rows for each of these features, linears that share
-x are faster in one launch.
+"""With at most this many features between their two factors, which lie in a warp's registers, and at least this many rows for each of these
+features, linears that share x are faster in one launch.
 
-A row's features between the factors lie in a warp's registers. More of them leave room for fewer columns of the outputs. On an H200 in fp16
-q, k and v of 768 features take 11.6 us in one launch and 13.8 factor by factor (architecture of Gonon et al., 192 between, 2048 rows),
-59 and 81 (25216 rows); Monarch's, 768 between, 21 and 20, 122 and 163; those of 1024 features (Monarch, 1024 between) 273 and 218.
+On an H200 in fp16 q, k and v of 768 features take 11.6 us in one launch and 13.8 factor by factor (architecture of Gonon et al., 192
+between, 2048 rows), 59 and 81 (25216 rows); Monarch's, 768 between, 21 and 20, 122 and 163; 1024 features (Monarch) 273 and 218.
 """
 
 

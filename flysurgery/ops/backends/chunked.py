@@ -30,15 +30,13 @@ SCRATCH_BYTES = 8 << 20
 class ChunkedBackend(Backend):
     """Batched products on chunks of rows, with all that lies between two factors stored features first.
 
-    Stored as ``(features, rows)``, the residue class j of a factor is a matrix of unit stride whose leading dimension is d
-    times larger: BLAS reads it in place, and the permutation between two factors costs nothing. Intermediates stay
-    in the cache, and only the result is allocated at full size. The bias is one more term of the last product: a row of
-    ones below the intermediate. A compiled graph calls it as one operator: otherwise the compiler fuses an
-    activation into the permutation between two layers, and no longer uses vector instructions.
+    Stored as ``(features, rows)``, the residue class j of a factor is a matrix of unit stride whose leading dimension is d times larger:
+    BLAS reads it in place, and the permutation between two factors costs nothing. Intermediates stay in the cache. The bias is one more
+    term of the last product: a row of ones below the intermediate. A compiled graph calls it as one operator: otherwise the compiler fuses
+    an activation into the permutation between two layers, and no longer uses vector instructions.
 
-    In 16 bits bmm's products are faster, but with many outputs their permutation outside the cache takes longest. In bfloat16
-    layers with more outputs than inputs are faster in chunks, by 2.0 and 2.4 (3152 rows, Xeon with AMX;
-    ``recipes/results/cpu_multiply.csv``). In float16 that was not measured there.
+    In 16 bits bmm's products are faster, but with many outputs their permutation outside the cache takes longest. In bfloat16 layers with
+    more outputs than inputs are faster in chunks, by 2.0 and 2.4 (3152 rows, Xeon with AMX; ``recipes/results/cpu_multiply.csv``).
     """
 
     name = "chunked"
