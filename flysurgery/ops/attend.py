@@ -97,8 +97,8 @@ def attended(q: Tensor, given: Attention) -> Tensor:  # shape: (batch, heads, qu
     if sizes is not None:
         found = _Attended.apply(sizes, number, places, *([whole] if joined else parts))
         return found
-    found = _Parts.apply(whole, places) if joined else parts
-    return _by_pytorch(*found, scale)
+    q, k, v = _Parts.apply(whole, places) if joined else parts
+    return _by_pytorch(q, k, v, scale)
 
 
 def _gradient_sizes(parts: Sequence[Tensor], scale: float) -> AttentionGradient | None:

@@ -64,7 +64,7 @@ class PatchEmbedding(NamedTuple):
     def stages(self, x: Tensor) -> Stages | str:
         mode, (features, channels, high, wide) = present_mode(x.dtype), self.weight.shape
         if mode is not None and patches_obstacle(high, wide, channels, features, mode, x.device.index) is None:
-            stage = Stage((), lambda y, x, given: run_patches(x, *given[:4], mode))
+            stage = Stage((), lambda y, x, given: run_patches(x, *given[:4], mode=mode))
         else:
             stage = Stage((), lambda y, x, given: _multiplied(x, given)[0])
         return (stage, Stage((), _as_image)) if self.image else (stage,)

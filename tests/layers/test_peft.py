@@ -1,6 +1,8 @@
-"""Adapters of peft on converted layers, by peft's own calls."""
+"""Adapters of peft on converted layers, by peft's own calls; and that readers of converted models register once."""
 
 import copy
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 import flysurgery
+from flysurgery import registration
 from flysurgery.errors import SurgeryError
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
 from flysurgery.patterns import Architecture
@@ -111,3 +114,10 @@ def test_what_does_not_go_with_adapters_is_one_sentence(converted: nn.Module, mo
     monkeypatch.setattr("flysurgery.peft.is_optimized", lambda model: True)
     with pytest.raises(SurgeryError, match=r"undo it first: flysurgery\.restore"):
         lora_config(converted, LoraConfig(target_modules=["fc1"]))
+
+
+def test_a_package_that_is_imported_twice_has_one_finder_of_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.delitem(sys.modules, "flysurgery.registration")
+    importlib.import_module("flysurgery.registration").register()
+    assert sum(type(finder).__module__ == registration.__name__ for finder in sys.meta_path) == 1
