@@ -1,7 +1,4 @@
-"""Attention: what is computed, which launch computes it, and the same with gradients.
-
-Kernels take it where PyTorch has none on tensor cores or a slower one. Gradients of q, k and v are written where these lie side by side.
-"""
+"""Attention: what is computed, which launch computes it, and the same with gradients, written where q, k and v lie side by side."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +29,8 @@ from flysurgery.torch_state import is_tracing, refuse_second_derivative
 class Attention(NamedTuple):
     """``softmax(scale * q @ k.mT) @ v`` of x = q: (batch, heads, queries, head); the result's tokens lie before its heads in memory.
 
-    Float32 by pairs of fp16, or in TF32 grade where PyTorch's settings allow that; halves for few queries and for short sequences.
+    Kernels take it where PyTorch has none on tensor cores or a slower one: float32 by pairs of fp16, or in TF32 grade where PyTorch's
+    settings allow that; halves for few queries and for short sequences.
     """
 
     k: Tensor  # shape: (batch, heads, keys, head)

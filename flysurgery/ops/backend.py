@@ -42,13 +42,10 @@ def problem_of(
 ) -> Problem:
     """Describe the multiplication of these tensors under the present settings of PyTorch.
 
-    Args:
-        dtype: what x will be cast to, if to anything.
-        beside: the weights of other linears in the same call.
+    ``dtype`` is what x will be cast to, if to anything; ``beside`` are the weights of other linears in the same call.
     """
     tensors = (x, *factors, *beside) if bias is None else (x, *factors, bias, *beside)
-    tracing = is_tracing(*tensors)
-    architecture = architecture_of(factors)
+    tracing, architecture = is_tracing(*tensors), architecture_of(factors)
     return Problem(
         architecture=architecture,
         rows=None if tracing else x.numel() // architecture.in_features,

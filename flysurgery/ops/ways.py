@@ -132,16 +132,12 @@ def _obstacle(x: Tensor, operation: Operation) -> str | None:
 def decided(decide: Callable[[], Found], tensors: Sequence[Tensor], *asked: Hashable) -> Found:
     """Give ``decide()``, and remember it, except during tracing, where sizes may be symbols.
 
-    Args:
-        tensors: all operands, x first.
-        asked: everything else that the decision depends on, besides PyTorch's settings and the registered backends.
+    It depends on ``tensors``, all operands with x first, on what is ``asked``, on PyTorch's settings and on the registered backends.
     """
     if is_tracing(*tensors):
         return decide()
     x = tensors[0]
-    autocast = None
-    if torch._C._is_any_autocast_enabled():
-        autocast = autocast_dtype("cuda" if x.is_cuda else x.device.type)
+    autocast = autocast_dtype("cuda" if x.is_cuda else x.device.type) if torch._C._is_any_autocast_enabled() else None
     tf32 = (autocast or x.dtype) == torch.float32 and x.is_cuda and tf32_allowed()
     gradients = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
     key = (*asked, autocast, tf32, gradients, *BACKENDS.values(), *map(_looks, tensors))
