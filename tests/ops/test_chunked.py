@@ -2,12 +2,11 @@
 
 import csv
 import threading
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from flysurgery.ops import BACKENDS, Problem, explain, ks_linear
 from flysurgery.ops.backends import chunked
@@ -17,16 +16,13 @@ from tests.support.problems import ARCHITECTURES, make_factors, make_input, make
 from tests.support.tolerance import FP32, FP64, MIN_OUTPUTS, assert_bounded, assert_equal
 
 
-def run(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    return ks_linear(x, factors, bias, backend="chunked")
-
-
 @pytest.mark.parametrize("threads", [1, 16])  # batched products, and one after the other
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
 def test_many_chunks(architecture: Architecture, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "SCRATCH_BYTES", 1)  # then a chunk has its smallest number of rows, 64
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     rows = max(150, 1 + MIN_OUTPUTS // architecture.out_features)
+    run = partial(ks_linear, backend="chunked")
     check_layer(run, BACKENDS["bmm"].linear, architecture, rows, FP32, bias_apart=True)
 
 

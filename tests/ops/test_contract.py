@@ -51,21 +51,14 @@ ODD = Architecture.of((2, 3, 4, 3), (1, 8, 5, 3))
 
 @dataclass(frozen=True)
 class Way:
-    """A backend on a device. What it says that it cannot run has to be refused with that reason; everything else has to be right.
-
-    Attributes:
-        modes: one for each dtype that it is tried in.
-        bias_apart: whether the bias is added to a result that was rounded to storage before.
-        repeats: whether a second call gives the same bits.
-        first_third: of the grid of patterns: that of the first mode.
-    """
+    """A backend on a device. What it says that it cannot run has to be refused with that reason; everything else has to be right."""
 
     backend: str
     device: str = "cpu"
-    modes: tuple[Arithmetic, ...] = (FP64, FP32, FP16, BF16)
-    bias_apart: bool = True
-    repeats: bool = True
-    first_third: int = 0
+    modes: tuple[Arithmetic, ...] = (FP64, FP32, FP16, BF16)  # one for each dtype that it is tried in
+    bias_apart: bool = True  # whether the bias is added to a result that was rounded to storage before
+    repeats: bool = True  # whether a second call gives the same bits
+    first_third: int = 0  # of the grid of patterns: that of the first mode
 
     def __str__(self) -> str:
         return f"{self.backend}-{self.device}-{self.modes[0].name}"
@@ -130,10 +123,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[Way]:
 @pytest.mark.parametrize("d", sorted({pattern.d for pattern in PATTERNS}))
 @pytest.mark.parametrize("a", sorted({pattern.a for pattern in PATTERNS}))
 def test_one_factor(way: Way, a: int, d: int) -> None:
-    """Exact data, and, of some patterns, every kind of numbers: the others differ in nothing but numbers.
-
-    Each mode takes another third of the grid; float64, which goes as float32, none.
-    """
+    """Exact data, and, of some patterns, every kind of numbers. Each mode takes another third of the grid, float64 none."""
     for pattern in (pattern for pattern in PATTERNS if (pattern.a, pattern.d) == (a, d)):
         thirds = [mode for n, mode in enumerate(way.modes) if mode is not FP64 and in_third(pattern, way.first_third + n)]
         for mode in replace(way, modes=tuple(thirds)).modes_for(Architecture((pattern,))):
@@ -212,7 +202,8 @@ def test_gradients(way: Way, architecture: Architecture, rows: int) -> None:
         bias = make_vector(architecture.out_features, mode, device=way.device).requires_grad_()
         dx, dbias, *dfactors = torch.autograd.grad(way.run(x, factors, bias), (x, bias, *factors), dy)
         assert_bounded(dx, dy, [factor.detach().transpose(1, 2) for factor in reversed(factors)], None, mode)
-        assert_bounded(dbias[None], *_as_product_with_ones(dy), None, mode)
+        ones = dy.new_ones(architecture.out_features, 1, rows, 1)  # the sum of dy over rows as one row times a factor
+        assert_bounded(dbias[None], dy.mT.reshape(1, -1), [ones], None, mode)
         for index, gradient in enumerate(dfactors):
             assert_factor_gradient_bounded(gradient, index, x.detach(), [factor.detach() for factor in factors], dy, mode)
 
@@ -231,12 +222,6 @@ def test_16_bits_of_dense_are_those_of_the_rounded_product(architecture: Archite
     x, bias = make_input(60, architecture.in_features, mode), make_vector(architecture.out_features, mode)
     matrix = factors_to_dense(factors)
     assert_bounded(ks_linear(x, factors, bias, backend="dense"), x, [matrix.view(1, *matrix.shape, 1)], bias, mode)
-
-
-def _as_product_with_ones(dy: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The bias gradient, the sum of dy over rows, as one row times a factor of ones."""
-    rows, features = dy.shape
-    return dy.mT.reshape(1, -1), [dy.new_ones(features, 1, rows, 1)]
 
 
 @settings(max_examples=100, deadline=None)
