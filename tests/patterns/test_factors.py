@@ -11,6 +11,7 @@ from torch import Tensor
 from flysurgery.errors import PatternError
 from flysurgery.factors import (
     architecture_of,
+    bit_reversal,
     dense_to_factor,
     factor_to_dense,
     factors_to_dense,
@@ -71,6 +72,12 @@ def test_gradients_flow() -> None:
     assert torch.autograd.gradcheck(ks_einsum, operands) and torch.autograd.gradgradcheck(ks_einsum, operands)
 
 
+@pytest.mark.parametrize("digits", range(5))
+def test_bit_reversal_reads_digits_backwards(digits: int) -> None:
+    numbers = [format(n, f"0{digits}b") if digits else "0" for n in range(2**digits)]
+    assert bit_reversal(2**digits).tolist() == [int(number[::-1], 2) for number in numbers]
+
+
 def rows_of(*shape: int) -> Tensor:
     return ks_einsum(torch.ones(shape), torch.ones(2, 3, 5, 4))
 
@@ -82,6 +89,7 @@ def rows_of(*shape: int) -> Tensor:
         (lambda: pattern_of(torch.empty(2, 0, 5, 4)), r"four positive integers, got \(2, 0, 5, 4\)"),
         (lambda: factors_to_dense([torch.empty(1, 7, 5, 2), torch.empty(3, 2, 5, 2)]), "takes 10 features and .* gives 12"),
         (lambda: architecture_of([]), "at least one pattern"),
+        (lambda: bit_reversal(12), "a power of two, got 12"),
         (lambda: dense_to_factor(torch.empty(40, 24), PATTERN), r"matrix of shape \(24, 40\), got \(40, 24\)"),
         *((lambda shape=shape: rows_of(*shape), r"takes rows of 40 features, got x of shape") for shape in ((41,), (3, 39), ())),
     ],
