@@ -1,7 +1,5 @@
 """``nn.MultiheadAttention`` with a linear for each of its products: a walk sees them called, and surgery can replace them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flysurgery.walker.target import has_own_forward, is_hooked
+from flysurgery.walker.linears import has_own_forward, is_hooked
 
 
 class SeparateAttention(nn.Module):
@@ -31,11 +29,11 @@ class SeparateAttention(nn.Module):
         apart = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
         for index, name in enumerate("qkv"):
             rows = slice(index * size, (index + 1) * size)
-            weight = _rows(apart[index], slice(None)) if together is None else _rows(together, rows)
+            weight = _view(apart[index], slice(None)) if together is None else _view(together, rows)
             linear = nn.Linear(weight.shape[1], size, bias=bias is not None, device="meta")
             linear.weight = weight
             if bias is not None:
-                linear.bias = _rows(bias, rows)
+                linear.bias = _view(bias, rows)
             self.add_module(name, linear)
         self.out_proj = attention.out_proj
         self.train(attention.training)
@@ -54,7 +52,7 @@ class SeparateAttention(nn.Module):
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal says what attn_mask is; give the mask too")
         batched = query.dim() == 3
-        q, k, v = (self._heads(self.get_submodule(name)(x), batched) for name, x in zip("qkv", (query, key, value), strict=True))
+        q, k, v = (self._heads(linear(x), batched) for linear, x in zip(self._linears(), (query, key, value), strict=True))
         mask = self._mask(attn_mask, key_padding_mask, q)
         dropout, weights = self.dropout if self.training else 0.0, None
         if need_weights:
@@ -109,15 +107,16 @@ class SeparateAttention(nn.Module):
 
     def joined(self) -> nn.MultiheadAttention:
         """The ``nn.MultiheadAttention`` that computes the same, where all four are linears again."""
-        weights, bias = [linear.weight for linear in self._linears()], self.in_proj_bias
+        linears, together, bias = self._linears(), self.in_proj_weight, self.in_proj_bias
         sizes: dict[str, Any] = {"kdim": self.kdim, "vdim": self.vdim, "batch_first": self.batch_first}
         new = nn.MultiheadAttention(self.embed_dim, self.num_heads, self.dropout, bias is not None, device="meta", **sizes)
-        if new.in_proj_weight is not None:
-            new.in_proj_weight = _parameter(torch.cat(weights), weights)
+        if together is not None:
+            is_trained = any(linear.weight.requires_grad for linear in linears)
+            new.in_proj_weight = nn.Parameter(together.detach(), requires_grad=is_trained)
         else:
-            new.q_proj_weight, new.k_proj_weight, new.v_proj_weight = weights  # pyright: ignore[reportAttributeAccessIssue]
+            new.q_proj_weight, new.k_proj_weight, new.v_proj_weight = (linear.weight for linear in linears)
         if bias is not None:
-            new.in_proj_bias = _parameter(bias, [linear.bias for linear in self._linears()])
+            new.in_proj_bias = nn.Parameter(bias.detach(), requires_grad=any(linear.bias.requires_grad for linear in linears))
         if type(self.out_proj) is nn.Linear:  # in the place of one that was replaced; torch's own is of another class
             new.out_proj.weight, new.out_proj.bias = self.out_proj.weight, self.out_proj.bias
         else:
@@ -128,12 +127,8 @@ class SeparateAttention(nn.Module):
         return f"num_heads={self.num_heads}"
 
 
-def _rows(parameter: nn.Parameter, rows: slice) -> nn.Parameter:
+def _view(parameter: nn.Parameter, rows: slice) -> nn.Parameter:
     return nn.Parameter(parameter.detach()[rows], requires_grad=parameter.requires_grad)
-
-
-def _parameter(value: Tensor, parts: Iterable[Tensor]) -> nn.Parameter:
-    return nn.Parameter(value.detach(), requires_grad=any(part.requires_grad for part in parts))
 
 
 def separated(model: nn.Module, linears: Iterable[str] | None = None) -> dict[str, SeparateAttention]:

@@ -1,14 +1,12 @@
 """Where one tensor carries everything that the rest of a model needs: the places at which two models can be compared."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch.fx import Node
 
+from flysurgery.walker.linears import PARTS
 from flysurgery.walker.operations import modules_of, name_of, shape_of
-from flysurgery.walker.target import PARTS
 from flysurgery.walker.walk import Survey
 
 
@@ -39,8 +37,7 @@ def find_cuts(seen: Survey) -> tuple[Cut, ...]:
     last = {node: max((place[user] for user in node.users), default=-1) for node in nodes}
     found: dict[Node, Cut] = {}
     kinds: dict[Node, Literal["start", "block", "tokens"]] = {}
-    live: set[Node] = set()
-    met: set[str] = set()
+    live, met = set[Node](), set[str]()
     for index, node in enumerate(nodes):
         role = seen.verdicts.get(node)
         if role in PARTS:
@@ -55,9 +52,8 @@ def find_cuts(seen: Survey) -> tuple[Cut, ...]:
         cut = _cut(node, min(node.users, key=place.__getitem__)) if live == {node} else None
         if cut is not None:
             found[node] = cut
-    order = list(found)
-    after = order[order.index([*kinds][-1]) + 1 :] if kinds else []
-    tokens = [node for node in after if len(found[node].shape) > 2]
+    last_block = place[[*kinds][-1]] if kinds else len(nodes)
+    tokens = [node for node, cut in found.items() if place[node] > last_block and len(cut.shape) > 2]
     streams = [node for node in tokens[:-1] if "norm" not in name_of(node)]
     if streams:
         kinds[streams[-1]] = "block"

@@ -1,7 +1,5 @@
 """One pass over the graph: from which linears, attention products and streams does each value come, and through what?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -44,9 +42,9 @@ def without_statistics(flows: list[Flow]) -> list[Flow]:
 class Attention:
     """Attention: where its query, key and value enter, and the node that holds its output.
 
-    ``operands`` are pairs of ``"q"``, ``"k"`` or ``"v"`` and a node, or of ``"qkv"`` where it does not show which of them
-    it is. ``single_query``: one query row, or one that a parameter gives for all (attention pooling). ``scores``
-    are the products and softmax nodes inside; none for a fused operator.
+    ``operands`` are pairs of ``"q"``, ``"k"`` or ``"v"`` and a node, or of ``"qkv"`` where it does not show which of them it is.
+    ``single_query``: one query row, or one that a parameter gives for all (attention pooling). ``scores`` are the products and softmax
+    nodes inside; none for a fused operator.
     """
 
     output: Node
@@ -57,8 +55,9 @@ class Attention:
 
 def query_and_key(product: Node, left: Node, right: Node, softmax: Node) -> tuple[Node, Node, int | None]:
     """Which operand of a score product is the query, which the key (whose rows the softmax runs over), and the number of query rows."""
-    shape = shape_of(product)
-    axis = _axis_from_end(softmax)
+    shape, axis = shape_of(product), softmax.args[1] if len(softmax.args) > 1 else -1
+    axis = axis if isinstance(axis, int) else -1
+    axis = axis - len(shape_of(softmax) or ()) if axis >= 0 else axis
     if name_of(product) == "einsum":
         letters, result = ops.einsum_letters(product)
         key_letter = result[axis] if -axis <= len(result) else result[-1]
@@ -69,13 +68,6 @@ def query_and_key(product: Node, left: Node, right: Node, softmax: Node) -> tupl
         swapped = axis == -2
         rows = shape[-1 if swapped else -2] if shape is not None else None
     return (right, left, rows) if swapped else (left, right, rows)
-
-
-def _axis_from_end(softmax: Node) -> int:
-    axis = softmax.args[1] if len(softmax.args) > 1 else -1
-    if not isinstance(axis, int):
-        return -1
-    return axis - len(shape_of(softmax) or ()) if axis >= 0 else axis
 
 
 def _gated(branches: list[Flow]) -> Flow:
@@ -152,19 +144,14 @@ class Dataflow:
 
     def _weighted_sum(self, node: Node) -> Attention | None:
         """Additive attention: tokens times a score for each token, summed over the tokens."""
-        product = node.args[0]
-        axes = node.args[1] if len(node.args) > 1 else None
+        product, axes = node.args[0], node.args[1] if len(node.args) > 1 else None
         if not (isinstance(product, Node) and ops.name_of(product) == "mul" and isinstance(axes, (list, tuple)) and len(axes) == 1):
             return None
         axis = axes[0]
         operands = [arg for arg in product.all_input_nodes if arg in self.depends and self.flows[arg]]
         shapes = [ops.shape_of(arg) or () for arg in operands]
-        if (
-            len(operands) != 2
-            or not len(shapes[0]) == len(shapes[1]) >= 3
-            or not isinstance(axis, int)
-            or any(shape[axis] == 1 for shape in shapes)
-        ):
+        alike = len(operands) == 2 and len(shapes[0]) == len(shapes[1]) >= 3
+        if not alike or not isinstance(axis, int) or any(shape[axis] == 1 for shape in shapes):
             return None
         has_scores = any(one == 1 < other for one, other in (*zip(*shapes, strict=True), *zip(*shapes[::-1], strict=True)))
         summed = ops.shape_of(node) or ()

@@ -1,7 +1,5 @@
 """An input that a model accepts: models of timm and transformers say so themselves, vit-pytorch's show it in their patch embedding."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import math
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flysurgery.errors import WalkError, first_line
-from flysurgery.walker.trace import device_of, on_device, run_fake, shadow
+from flysurgery.walker.trace import device_of, on_device_of, run_fake, shadow
 
 Example: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """The arguments of one forward: a tensor, a tuple by position, or a mapping by name (a dict, or what processors of transformers give)."""
@@ -29,9 +27,7 @@ _PREFIX_TOKENS = (0, 1, 2)
 def example_input(
     model: nn.Module,
 ) -> Tensor | tuple[Any, ...]:  # shape: (2, channels, height, width), or (2, ...) as the model takes it
-    """Zeros that ``model`` accepts as its only input, in its dtype and on its device.
-
-    For a model of transformers that takes token ids and images, a tuple of both.
+    """Zeros that ``model`` accepts as its only input, in its dtype and on its device; for one of token ids and images a tuple of both.
 
     Sizes are those of a timm model's patch embedding or ``pretrained_cfg``, of the configuration of a model of transformers, or those
     that fit einops' ``Rearrange`` before a linear (vit-pytorch) and the position embedding; else usual ones. The first is taken
@@ -43,21 +39,24 @@ def example_input(
     sizes = _timm_sizes(model)
     if len(sizes) == 1:
         return _zeros(model, sizes[0])
-    reason = ""
+    configured = _configured_sizes(model)
     squares = ((count, size, size) for count in _channels(model, 3) for size in _COMMON_SIZES)
-    sizes = sizes or itertools.chain(_configured_sizes(model), _patch_grid_sizes(model), squares)
-    examples = itertools.chain((_zeros(model, size) for size in sizes), _with_tokens(model))
-    for example in examples:
+    sizes = sizes or itertools.chain(configured, _patch_grid_sizes(model), squares)
+    takes_both = {"input_ids", "pixel_values"} <= inspect.signature(model.forward).parameters.keys()
+    ids = torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.long, device=device_of(model))
+    both = ({"input_ids": ids, "pixel_values": _zeros(model, size)} for size in configured if takes_both)
+    reason = ""
+    for example in itertools.chain((_zeros(model, size) for size in sizes), both):
         try:
             double = shadow(model)
-            run_fake(double, on_device(positional(model, example), device_of(double)))
+            run_fake(double, on_device_of(double, positional(model, example)))
         except Exception as error:  # whatever the forward raises, it means that this example is not it
             shapes = " and ".join(str(tuple(each.shape)) for each in pytree.tree_leaves(example))
             reason = reason or f", and zeros of shape {shapes} fail ({first_line(error)})"
             continue
         return example if isinstance(example, Tensor) else positional(model, example)
     name = type(model).__name__
-    if hasattr(getattr(model, "config", None), "to_dict") and not any(True for _ in _configured_sizes(model)):
+    if hasattr(getattr(model, "config", None), "to_dict") and not configured:
         name += ", whose configuration names no image_size"
     raise WalkError(f"no example input is known for {name}{reason}; give an example: a tensor, a tuple or a dict of what its forward takes")
 
@@ -104,28 +103,18 @@ def _channels(model: nn.Module, usual: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((usual if conv is None else conv.in_channels, usual)))
 
 
-def _configured_sizes(model: nn.Module) -> Iterator[tuple[int, ...]]:
-    """The size that the configuration of a model of transformers names, with the frames of a video where it has them."""
+def _configured_sizes(model: nn.Module) -> list[tuple[int, ...]]:
+    """The size that the configuration of a model of transformers names, if it does, with the frames of a video where it has them."""
     config = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
-        return
+        return []
     config = getattr(config, "vision_config", None) or config
     size = getattr(config, "image_size", None) or getattr(config, "crop_size", None)
     sides = [size, size] if isinstance(size, int) else [*(size or ())]
-    if len(sides) != 2:
-        return
-    image = (getattr(config, "num_channels", None) or getattr(config, "in_chans", None) or 3, *sides)
+    channels = getattr(config, "num_channels", None) or getattr(config, "in_chans", None) or 3
     frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
-    yield image if frames is None else (frames, *image)
-
-
-def _with_tokens(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Token ids and images together, for models of transformers that take both."""
-    names = inspect.signature(model.forward).parameters
-    if "input_ids" in names and "pixel_values" in names:
-        ids = torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.long, device=device_of(model))
-        for size in _configured_sizes(model):
-            yield {"input_ids": ids, "pixel_values": _zeros(model, size)}
+    image = (channels, *sides)
+    return [] if len(sides) != 2 else [image if frames is None else (frames, *image)]
 
 
 def _patch_grid_sizes(model: nn.Module) -> Iterator[tuple[int, ...]]:

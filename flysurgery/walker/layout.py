@@ -7,9 +7,6 @@ query of attention therefore holds every row that can reach it. Where the hulls 
 row out, each is exactly the range of its rows; where heads are interleaved the hulls overlap, and nothing is proven.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +15,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from flysurgery.walker import operations as ops
-from flysurgery.walker.dataflow import Dataflow
-from flysurgery.walker.linears import Call
-from flysurgery.walker.target import Slice
+from flysurgery.walker.dataflow import Dataflow, Via
+from flysurgery.walker.linears import Call, Slice
 
 _NOTHING = (torch.iinfo(torch.int32).max, -1)  # the empty interval: lowest above highest
 
@@ -32,16 +28,29 @@ class _Rows(NamedTuple):
     highest: Any
 
 
-def split_of(call: Call, dataflow: Dataflow, feed_forward: Iterable[Node] = ()) -> tuple[Slice, ...] | None:
+def split_of(call: Call, dataflow: Dataflow) -> tuple[Slice, ...] | None:
     """Row ranges of ``call`` in ascending order, or None where they are not proven or all rows serve alike.
 
-    ``feed_forward``: inputs of linears that make ``call`` the first linear of a feed-forward block as well (``"ffn"``).
+    Those are ``"ffn"`` that make ``call`` the first linear of a feed-forward block as well.
     """
-    sinks = [(name, node) for attention in dataflow.attentions.values() for name, node in attention.operands]
-    sinks += [("ffn", node) for node in feed_forward]
-    sinks = [(name, node) for name, node in sinks if call.node in dataflow.flows[node]]
+    flows, shape = dataflow.flows, ops.shape_of(call.node)
+    sinks = [(name, node) for each in dataflow.attentions.values() for name, node in each.operands if call.node in flows[node]]
+    sinks += [("ffn", other.source) for other in dataflow.calls.values() if flows[other.source].get(call.node, Via()).nonlinear]
     path = _path(call.node, {node for _, node in sinks}, dataflow)
-    return None if path is None or len({name for name, _ in sinks}) < 2 else _prove(call, path, sinks)
+    if path is None or len({name for name, _ in sinks}) < 2 or shape is None or call.kind == "conv":
+        return None
+    if not all(ops.is_static(ops.value_of(node)) for node in path):
+        return None
+    rows = torch.arange(call.out_features, dtype=torch.int32, device="cpu").expand(shape)
+    known: dict[Node, _Rows] = {call.node: _Rows(rows, rows)}
+    for node in path:
+        known[node] = _step(node, known)
+    hulls: dict[str, tuple[int, int]] = {}
+    for name, node in sinks:
+        low, high = _hull([known[node]])
+        before = hulls.get(name, (low, high))
+        hulls[name] = (min(low, before[0]), max(high, before[1]))
+    return _tiling(hulls, call.out_features)
 
 
 def _path(start: Node, sinks: set[Node], dataflow: Dataflow) -> list[Node] | None:
@@ -57,22 +66,6 @@ def _writes_elsewhere(node: Node, reached: set[Node]) -> bool:
     """Whether a node changes a tensor in place otherwise than entry by entry (adding a bias, scaling)."""
     sources = [arg for arg in node.all_input_nodes if arg in reached]
     return ops.is_in_place(node) and (ops.name_of(node) not in ops.POINTWISE | ops.IDENTITY or len(sources) > 1)
-
-
-def _prove(call: Call, path: list[Node], sinks: list[tuple[str, Node]]) -> tuple[Slice, ...] | None:
-    shape = ops.shape_of(call.node)
-    if shape is None or call.kind == "conv" or not all(ops.is_static(ops.value_of(node)) for node in path):
-        return None
-    rows = torch.arange(call.out_features, dtype=torch.int32, device="cpu").expand(shape)
-    known: dict[Node, _Rows] = {call.node: _Rows(rows, rows)}
-    for node in path:
-        known[node] = _step(node, known)
-    hulls: dict[str, tuple[int, int]] = {}
-    for name, node in sinks:
-        low, high = _hull([known[node]])
-        before = hulls.get(name, (low, high))
-        hulls[name] = (min(low, before[0]), max(high, before[1]))
-    return _tiling(hulls, call.out_features)
 
 
 def _tiling(hulls: dict[str, tuple[int, int]], out_features: int) -> tuple[Slice, ...] | None:

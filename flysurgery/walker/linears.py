@@ -1,18 +1,132 @@
-"""Which nodes of the graph are linear maps by a parameter, which modules own the parameters, and whose weights are read elsewhere too."""
-
-from __future__ import annotations
+"""The linear maps of a model: what a walk says of each, where the graph multiplies by a weight, and who owns and reads that weight."""
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from torch import nn
 from torch.fx import Node
 
 from flysurgery.walker.operations import CONVOLUTION, PRODUCT_OF_MATRICES, SHAPE, modules_of, name_of, shape_of
-from flysurgery.walker.target import Switch
-from flysurgery.walker.trace import Trace
+from flysurgery.walker.trace import HOOKS, Trace
+
+Role = Literal["qkv", "attn_out", "ffn_in", "ffn_out", "head", "other"]
+ROLES: tuple[Role, ...] = get_args(Role)
+PARTS = {"qkv": "attention", "attn_out": "attention", "ffn_in": "feed-forward", "ffn_out": "feed-forward"}
+"""The roles of linears within blocks, and which part of a block each is."""
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows ``start`` to ``stop`` (exclusive) of a fused projection's weight.
+
+    ``name`` is ``"q"``, ``"k"``, ``"v"`` or ``"ffn"``; joined by ``"_"`` where the same rows serve two of them (``"k_v"``).
+    """
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Switch:
+    """An attribute to set on the module ``module_fqn``, so that it calls its linear and does not read the linear's weight."""
+
+    module_fqn: str
+    attribute: str
+    value: bool
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """A reason against replacing a target. ``blocking``: the model would not stay right; otherwise it can be done, but rarely should."""
+
+    code: str
+    text: str
+    blocking: bool
+
+
+@dataclass(frozen=True)
+class Target:
+    """A linear map of the model, as the traced graph shows it.
+
+    ``fqn`` names the module, which for an ``nn.MultiheadAttention`` is one of the ``SeparateAttention`` in its place; where the weight
+    is a bare parameter of a larger module (obstacle ``raw-weight``) it names that parameter. ``rows`` counts the rows that one forward
+    multiplies, summed over ``calls``, for the example that was walked: divide by the example's batch size for rows an image. ``bias``
+    says whether the module itself holds one. ``aliases`` are further names of the same module. ``split`` holds the row ranges of a fused
+    projection, in ascending order and covering all rows, or None where the graph proves none or there is nothing to split.
+    """
+
+    fqn: str
+    role: Role
+    in_features: int
+    out_features: int
+    bias: bool
+    calls: int
+    rows: int
+    obstacles: tuple[Obstacle, ...] = ()
+    split: tuple[Slice, ...] | None = None
+    aliases: tuple[str, ...] = ()
+    switches: tuple[Switch, ...] = ()
+
+    @property
+    def blocked(self) -> bool:
+        """Whether some obstacle makes a replacement impossible."""
+        return any(obstacle.blocking for obstacle in self.obstacles)
+
+
+_BLOCKING = {
+    "weight-read": "its parent reads the weight, at least in some cases, and does not call the module",
+    "raw-weight": "the weight is a parameter of a larger module, there is no nn.Linear to replace",
+    "conv1x1": "it is a 1x1 convolution, replaced only where convs are asked for (--convs)",
+    "conv-stride": "the convolution has a stride, padding or groups",
+    "parametrized": "its weight is parametrized (computed from other tensors)",
+    "custom-forward": "its class or the module itself overrides the forward of torch's own",
+    "hooked": "it has hooks, which a replacement would lose",
+    "tied": "its weight is shared with another module",
+    "dtype": "its weight is not a floating-point tensor",
+    "not-called": "the forward pass does not use it",
+}
+_ADVICE = {
+    "head": "it is a classifier head",
+    "pool": "it serves attention pooling or a pooled vector: one row an image, nothing to gain",
+    "constant": "its input is the same for every image (a position bias, or learned queries)",
+    "patch-embedding": "it embeds the patches of the input",
+    "talking-heads": "it mixes the heads of attention scores",
+    "rank-one": "one of its sides is 1, so that its matrix has one row or column: nothing to gain",
+    "no-role": "it belongs neither to attention nor to a feed-forward block",
+}
+OBSTACLES = {code: Obstacle(code, text, code in _BLOCKING) for code, text in (_BLOCKING | _ADVICE).items()}
+"""All obstacles, by their codes."""
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the forward of a linear or convolution is another one than that of its class in torch."""
+    plain = next((kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules")), nn.Module)
+    return type(module).forward is not plain.forward or "forward" in vars(module)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a replacement of the module would lose hooks."""
+    return any(getattr(module, name, None) for name in HOOKS)
+
+
+def module_obstacles(module: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[Obstacle, ...]:
+    """The obstacles that show on the module itself, without a graph."""
+    weight = module._parameters.get("weight")  # a parametrized one is not read: that would compute it, and may change its buffers
+    is_plain = isinstance(module, nn.Linear) or (
+        {*module.kernel_size, *module.stride} == {1} and module.groups == 1 and not any(module.padding)
+    )
+    found = {
+        "parametrized": hasattr(module, "parametrizations"),
+        "custom-forward": has_own_forward(module),
+        "conv-stride": not is_plain,
+        "hooked": is_hooked(module),
+        "dtype": weight is not None and not weight.is_floating_point(),
+    }
+    return tuple(OBSTACLES[code] for code, is_there in found.items() if is_there)
 
 
 class Owners:
@@ -95,16 +209,15 @@ class Call:
 
 def find_calls(trace: Trace, owners: Owners) -> list[Call]:
     """Every multiplication by a parameter, in the order of execution."""
-    found = [(node, _operands(node)) for node in trace.graph.nodes]
-    calls = (_call(trace, owners, node, *operands) for node, operands in found if operands is not None)
+    calls = (_call(trace, owners, node) for node in trace.graph.nodes)
     return [call for call in calls if call is not None]
 
 
-def _operands(node: Node) -> tuple[Node, Node, bool] | None:
-    """Input, weight and whether a bias is added, if the node may be a multiplication of rows by a matrix."""
-    name = name_of(node)
+def _call(trace: Trace, owners: Owners, node: Node) -> Call | None:
+    """What the node multiplies, where it multiplies rows by a matrix that comes from a parameter."""
+    name, is_conv = name_of(node), name_of(node) in CONVOLUTION
     first, second, third = (*node.args, None, None, None)[:3]
-    if name == "linear" or (name in CONVOLUTION and _is_pointwise_convolution(node)):
+    if name == "linear" or is_conv:
         source, weight, bias = first, second, third is not None
     elif name == "addmm":
         source, weight, bias = second, third, True
@@ -112,37 +225,32 @@ def _operands(node: Node) -> tuple[Node, Node, bool] | None:
         source, weight, bias = first, second, False
     else:
         return None
-    return (source, weight, bias) if isinstance(source, Node) and isinstance(weight, Node) else None
-
-
-def _is_pointwise_convolution(node: Node) -> bool:
-    weight = node.args[1]
-    shape = shape_of(weight) if isinstance(weight, Node) else None
-    source = shape_of(node.args[0]) if isinstance(node.args[0], Node) else None
-    result = shape_of(node)
-    if shape is None or source is None or result is None:
-        return False
-    # one group, kernel of one, no stride and no padding
-    return math.prod(shape[2:]) == 1 and len(source) == len(shape) and shape[1] == source[1] and source[2:] == result[2:]
-
-
-def _call(trace: Trace, owners: Owners, node: Node, source: Node, weight: Node, bias: bool) -> Call | None:
-    matrix = shape_of(weight)
-    is_conv = name_of(node) in CONVOLUTION
+    if not (isinstance(source, Node) and isinstance(weight, Node)):
+        return None
+    shape, matrix = shape_of(source), shape_of(weight)
+    if matrix is None or not (_is_pointwise(matrix, shape, shape_of(node)) if is_conv else len(matrix) == 2):
+        return None
     owner = _owner(trace, owners, node, weight)
-    if owner is None or matrix is None or not (is_conv or len(matrix) == 2):
+    if owner is None:
         return None
     kind, fqn, inside = owner
-    out_features, in_features = matrix[:2] if is_conv or name_of(node) == "linear" else (matrix[1], matrix[0])
+    out_features, in_features = matrix[:2] if is_conv or name == "linear" else (matrix[1], matrix[0])
     if kind == "linear":
         stored = owners.modules[fqn]._parameters.get("weight")  # of which a parent may use a part, or its transpose
         out_features, in_features = stored.shape if stored is not None else (out_features, in_features)
-    shape = shape_of(source)
     rows = math.prod(shape) // max(in_features, 1) if shape is not None else 0
     return Call(node, source, kind, fqn, inside, in_features, out_features, rows, bias)
 
 
+def _is_pointwise(weight: tuple[int, ...], source: tuple[int, ...] | None, result: tuple[int, ...] | None) -> bool:
+    """Whether a convolution of these shapes has one group, a kernel of one, no stride and no padding."""
+    if source is None or result is None:
+        return False
+    return math.prod(weight[2:]) == 1 and len(source) == len(weight) and weight[1] == source[1] and source[2:] == result[2:]
+
+
 def _owner(trace: Trace, owners: Owners, node: Node, weight: Node) -> tuple[str, str, bool] | None:
+    """Of what belongs to the weight of a call: the kind, the name, and whether the call ran inside of it."""
     innermost = owners.innermost(node)
     parameter = trace.parameters.get(weight)
     holders = owners.holders(parameter) if parameter is not None else []

@@ -1,7 +1,5 @@
 """The vocabulary: which aten operators move entries, which map them one by one, which mix them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,12 +22,11 @@ SHAPE = IDENTITY | _names(
     "tensor_split tile transpose unbind unflatten unsafe_chunk unsafe_split unsqueeze view view_as vsplit vstack"
 )
 
-# Results that have memory of their own, not that of the first argument.
-_COPIES = _names(
+# Results that may have the memory of the first argument.
+VIEW = SHAPE - _names(
     "_to_copy cat clone concat concatenate dropout feature_dropout hstack lift_fresh_copy repeat repeat_interleave stack tile to type_as "
     "vstack"
 )
-VIEW = SHAPE - _COPIES
 # Views that not all strides allow.
 STRIDED = _names("_unsafe_view view view_as")
 

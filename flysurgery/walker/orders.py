@@ -1,10 +1,7 @@
-"""Features that several linears share, and that may stand in another order: found by dataflow, and tried on the model.
+"""Hidden units, whole heads and the entries of each head have an order that several linears agree on: found by dataflow, and tried.
 
-Hidden units, whole heads, and the entries of each head have an order that several linears agree on. Whether the model computes the same in
-another one is seen by putting them into another one.
+Whether the model computes the same in another order is seen by putting them into another one.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,8 +16,8 @@ from torch.utils import _pytree as pytree
 from flysurgery.errors import WalkError, raised_as
 from flysurgery.walker.attention import separating
 from flysurgery.walker.dataflow import Attention
+from flysurgery.walker.linears import Target
 from flysurgery.walker.operations import einsum_letters, is_fused_attention, name_of, shape_of
-from flysurgery.walker.target import Target
 from flysurgery.walker.trace import isolated, shadow
 from flysurgery.walker.walk import Survey
 
@@ -60,8 +57,7 @@ class Shared:
 
     ``what`` is ``HIDDEN_UNITS``, rows of one linear and columns of the only one that reads them, or ``HEADS``, one attention of ``groups``
     heads. ``linears`` are those that the attention reads, and the one after it if that is known. ``members`` get one order each: all hidden
-    units; entries of query and key within each head; and those of value, with the columns of what reads them. ``tied`` has the reasons for
-    what must stay.
+    units; entries of query and key within each head; those of value, with the columns of what reads them. ``tied``: why others must stay.
     """
 
     what: str
@@ -82,8 +78,8 @@ class Shared:
         return tuple(kind for kind in found if kind.free or self.swap_groups)
 
 
-Move: TypeAlias = tuple[Member, Tensor]
-"""Some features of a linear, and the order that they get."""
+Moves: TypeAlias = list[tuple[Member, Tensor]]
+"""Some features of linears, and the order that each gets."""
 
 
 class Trial:
@@ -108,15 +104,13 @@ class Trial:
         if not self._usual or not all(bool(output.isfinite().all()) for output in self._usual):
             raise WalkError(f"{refusal}: it gives no finite outputs")
 
-    def changing(self, questions: Sequence[Sequence[Move]]) -> set[int]:
+    def changing(self, questions: Sequence[Moves]) -> set[int]:
         """The positions of those ``questions`` whose moves, all together, change the output."""
         if not questions or self._is_same([move for moves in questions for move in moves]):
             return set()
-        if len(questions) == 1:
-            return {0}
-        return {number for number, moves in enumerate(questions) if not self._is_same(moves)}
+        return {number for number, moves in enumerate(questions) if len(questions) == 1 or not self._is_same(moves)}
 
-    def _is_same(self, moves: Sequence[Move]) -> bool:
+    def _is_same(self, moves: Moves) -> bool:
         tensors = dict(self._tensors)
         for member, order in moves:
             if f"{member.fqn}.weight" not in tensors:  # it is computed, or has the name of another module that holds it
@@ -162,37 +156,34 @@ def find_shared(model: nn.Module, seen: Survey, targets: Sequence[Target]) -> tu
     return (*(each for number, each in enumerate(hidden) if number not in changing), *found)
 
 
-def _moves(shared: Shared, order: str) -> list[Move]:
+def _moves(shared: Shared, order: str) -> Moves:
     """What puts the heads into another order, or the features of one kind within each group."""
     if order == HEADS:
         members = [member for of_kind in shared.members.values() for member in of_kind]
         return [(each, torch.arange(each.size).reshape(shared.groups, -1).roll(1, 0).flatten()) for each in members]
-    return [(member, _shuffled(member.size, shared.groups)) for member in shared.members[order]]
-
-
-def _shuffled(size: int, groups: int) -> Tensor:
-    length = size // groups
-    orders = [torch.randperm(length, generator=torch.Generator().manual_seed(number)) for number in range(groups)]
-    return torch.cat([number * length + order for number, order in enumerate(orders)])
+    moves = []
+    for member in shared.members[order]:
+        length = member.size // shared.groups
+        orders = [torch.randperm(length, generator=torch.Generator().manual_seed(number)) for number in range(shared.groups)]
+        moves.append((member, torch.cat([number * length + each for number, each in enumerate(orders)])))
+    return moves
 
 
 def _hidden_units(seen: Survey) -> list[Shared]:
     """Rows of a linear, and columns of the only linear that reads them, where that reads nothing else."""
     calls = {node: call for node, call in seen.dataflow.calls.items() if call.kind == "linear"}
     times = Counter(call.fqn for call in seen.calls)
-    met: Counter[tuple[str, str]] = Counter()
-    sizes: dict[str, int] = {}
+    met: Counter[tuple[str, str, int]] = Counter()
     for call in calls.values():
         origins = list(seen.dataflow.flows[call.source])
         first = calls.get(origins[0]) if len(origins) == 1 else None
         if first is not None and first.out_features == call.in_features and first.fqn != call.fqn:
-            met[first.fqn, call.fqn] += 1
-            sizes[first.fqn] = first.out_features
-    readers = Counter(first for first, _ in met)
-    pairs = [pair for pair, count in met.items() if times[pair[0]] == times[pair[1]] == count and readers[pair[0]] == 1]
+            met[first.fqn, call.fqn, call.in_features] += 1
+    readers = Counter(first for first, _, _ in met)
     return [
-        Shared(HIDDEN_UNITS, pair, {HIDDEN_UNITS: (Member(pair[0], 0, sizes[pair[0]]), Member(pair[1], 0, sizes[pair[0]], columns=True))})
-        for pair in pairs
+        Shared(HIDDEN_UNITS, (first, second), {HIDDEN_UNITS: (Member(first, 0, size), Member(second, 0, size, columns=True))})
+        for (first, second, size), count in met.items()
+        if times[first] == times[second] == count and readers[first] == 1
     ]
 
 
@@ -209,29 +200,26 @@ def _attentions(seen: Survey, targets: Sequence[Target]) -> list[Shared]:
     found = []
     for linears, attentions in met.items():
         if len(attentions) > 1 or any(readers[fqn] > 1 or known[fqn].calls > 1 for fqn in linears):
-            found.append(_tied(linears, "its linears serve several attentions, or are called several times"))
+            heads = "its linears serve several attentions, or are called several times"
         else:
-            found.append(_heads(seen, known, attentions[0], linears))
+            heads = _heads(seen, known, attentions[0], linears)
+        found.append(Shared(HEADS, linears, tied=dict.fromkeys((HEADS, QUERY_KEY, VALUE), heads)) if isinstance(heads, str) else heads)
     return found
 
 
-def _tied(linears: tuple[str, ...], reason: str) -> Shared:
-    return Shared(HEADS, linears, tied=dict.fromkeys((HEADS, QUERY_KEY, VALUE), reason))
-
-
-def _heads(seen: Survey, targets: Mapping[str, Target], attention: Attention, linears: tuple[str, ...]) -> Shared:
-    """The heads of an attention, with no more tied than what cannot be tried."""
+def _heads(seen: Survey, targets: Mapping[str, Target], attention: Attention, linears: tuple[str, ...]) -> Shared | str:
+    """The heads of an attention, with no more tied than what cannot be tried; or the reason why all of it is tied."""
     query, key, value = (_rows(seen, targets, attention, name) for name in ("q", "k", "v"))
     size = _entries(attention)
     if query is None or key is None or value is None:
-        return _tied(linears, "the graph does not prove which rows of which linear are its query, key and value")
+        return "the graph does not prove which rows of which linear are its query, key and value"
     if size is None:
-        return _tied(linears, "it is no softmax of query times key, times value")
+        return "it is no softmax of query times key, times value"
     count = query.size // size
     if query.size % size:
-        return _tied(linears, "its scores are no sums over the entries of a head")
+        return "its scores are no sums over the entries of a head"
     if query.size != key.size or value.size % count:
-        return _tied(linears, "heads share keys and values, so that there are fewer of these than of queries")
+        return "heads share keys and values, so that there are fewer of these than of queries"
     readers = [call for call in seen.calls if attention.output in seen.dataflow.flows[call.source]]
     if len(readers) == 1 and readers[0].kind == "linear" and readers[0].in_features == value.size and targets[readers[0].fqn].calls == 1:
         out = readers[0].fqn

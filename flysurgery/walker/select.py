@@ -1,13 +1,11 @@
 """Choose targets by role, by name, by size, and by the numbers of a model's blocks."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable, Sequence
 
 from flysurgery.errors import OptionError, SelectionError
-from flysurgery.walker.target import PARTS, ROLES, Target
+from flysurgery.walker.linears import PARTS, ROLES, Target
 
 
 def block_names(targets: Iterable[Target]) -> tuple[str, ...]:
@@ -27,7 +25,7 @@ def block_names(targets: Iterable[Target]) -> tuple[str, ...]:
     return tuple(name for name in found if not any(other.startswith(f"{name}.") for other in found))
 
 
-def in_blocks(targets: Sequence[Target], numbers: str) -> set[str]:
+def _in_blocks(targets: Sequence[Target], numbers: str) -> set[str]:
     """Names of the targets within the blocks that a text such as ``0-5,8`` lists (OptionError, SelectionError)."""
     names = block_names(targets)
     chosen: set[str] = set()
@@ -58,10 +56,8 @@ def select(
     """The targets of one of ``roles`` whose name matches one of ``include`` and none of ``exclude``, in their order.
 
     ``blocks`` leaves those within the blocks of these numbers (``"0-5,8"``, as ``block_names`` numbers them), ``min_size`` those whose
-    smaller side is at least so long.
-
-    Patterns are regular expressions, found anywhere in ``fqn`` (``re.search``). ``"ffn"`` stands for ``ffn_in`` and ``ffn_out``. None
-    sets no condition. Obstacles play no part here: blocked targets can be selected, and the caller reports why they are kept.
+    smaller side is at least so long. Patterns are regular expressions, found anywhere in ``fqn`` (``re.search``). ``"ffn"`` stands for
+    ``ffn_in`` and ``ffn_out``. None sets no condition. Blocked targets can be selected, and the caller reports why they are kept.
 
     Raises:
         OptionError: an unknown role, a pattern that is no regular expression, or blocks that are no numbers.
@@ -73,34 +69,33 @@ def select(
         wanted = {role for selector in _listed(roles) for role in _matching_roles(selector, everything)}
         chosen = tuple(target for target in chosen if target.role in wanted)
     if include is not None:
-        hits = [_hits(pattern, chosen, everything) for pattern in _listed(include)]
-        chosen = tuple(target for target in chosen if any(target.fqn in names for names in hits))
+        hits = set[str]().union(*(_hits(pattern, chosen, everything) for pattern in _listed(include)))
+        chosen = tuple(target for target in chosen if target.fqn in hits)
     if exclude is not None:
-        hits = [_hits(pattern, everything, everything) for pattern in _listed(exclude)]
-        chosen = tuple(target for target in chosen if not any(target.fqn in names for names in hits))
+        hits = set[str]().union(*(_hits(pattern, everything, everything) for pattern in _listed(exclude)))
+        chosen = tuple(target for target in chosen if target.fqn not in hits)
     if blocks is not None:
-        inside = in_blocks(everything, blocks)
+        inside = _in_blocks(everything, blocks)
         if chosen and not any(target.fqn in inside for target in chosen):
             raise SelectionError(f"blocks {blocks} hold none of the {len(chosen)} linears selected, such as {chosen[0].fqn}")
         chosen = tuple(target for target in chosen if target.fqn in inside)
-    if min_size is not None:
-        chosen = _large(chosen, min_size)
+    if min_size is not None and chosen:
+        largest = max(chosen, key=_smaller_side)
+        if _smaller_side(largest) < min_size:
+            size = f"{largest.out_features}x{largest.in_features}"
+            raise SelectionError(f"no selected linear has both sides of at least {min_size}; the largest is {largest.fqn} with {size}")
+        chosen = tuple(target for target in chosen if _smaller_side(target) >= min_size)
     if not chosen:
         raise SelectionError(f"nothing is left of the {len(everything)} linears found: every one is excluded")
     return chosen
 
 
-def _large(targets: tuple[Target, ...], min_size: int) -> tuple[Target, ...]:
-    left = tuple(target for target in targets if min(target.out_features, target.in_features) >= min_size)
-    if targets and not left:
-        largest = max(targets, key=lambda target: min(target.out_features, target.in_features))
-        size = f"{largest.out_features}x{largest.in_features}"
-        raise SelectionError(f"no selected linear has both sides of at least {min_size}; the largest is {largest.fqn} with {size}")
-    return left
+def _smaller_side(target: Target) -> int:
+    return min(target.out_features, target.in_features)
 
 
-def _listed(selectors: str | Sequence[str]) -> tuple[str, ...]:
-    return (selectors,) if isinstance(selectors, str) else tuple(selectors)
+def _listed(selectors: str | Sequence[str]) -> Sequence[str]:
+    return (selectors,) if isinstance(selectors, str) else selectors
 
 
 def _matching_roles(selector: str, targets: tuple[Target, ...]) -> tuple[str, ...]:
@@ -128,10 +123,6 @@ def _hits(pattern: str, candidates: tuple[Target, ...], everything: tuple[Target
     if elsewhere:
         listed = ", ".join(f"{target.fqn} ({target.role})" for target in elsewhere[:3])
         raise SelectionError(f"the pattern {pattern!r} matches no linear of the chosen roles, only {listed}; choose its role as well")
-    raise SelectionError(f"the pattern {pattern!r} matches no linear; the nearest names are {', '.join(_nearest(pattern, everything))}")
-
-
-def _nearest(pattern: str, targets: tuple[Target, ...], count: int = 3) -> list[str]:
     plain = re.sub(r"\\[a-zA-Z]|[\\^$*+?{}\[\]()|]", "", pattern)
 
     def likeness(name: str) -> float:
@@ -139,4 +130,5 @@ def _nearest(pattern: str, targets: tuple[Target, ...], count: int = 3) -> list[
         starts = [0, *(dot.end() for dot in re.finditer(r"\.", name))]
         return max(difflib.SequenceMatcher(None, plain, name[start:]).ratio() for start in starts)
 
-    return sorted((target.fqn for target in targets), key=likeness, reverse=True)[:count]
+    nearest = sorted((target.fqn for target in everything), key=likeness, reverse=True)[:3]
+    raise SelectionError(f"the pattern {pattern!r} matches no linear; the nearest names are {', '.join(nearest)}")

@@ -1,7 +1,5 @@
 """From a model to its graph of aten operators: a stand-in with the same tensors, its export, and forwards on fake tensors."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect
@@ -14,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CellType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +21,8 @@ from torch.utils import _pytree as pytree
 
 from flysurgery.errors import WalkError, first_line, raised_as
 from flysurgery.walker.operations import is_fused_attention, name_of
-from flysurgery.walker.target import HOOKS
 
-if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -43,10 +39,9 @@ def shadow(model: nn.Module) -> nn.Module:
     they take no memory.
     """
     memo: dict[int, Any] = {id(tensor): _on_cpu(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())}
-    for module in model.modules():
-        # deepcopy refuses tensors that are results of operations, such as an attention map kept for later
-        kept = [value for value in vars(module).values() if isinstance(value, Tensor)]
-        memo.update({id(value): value.detach().clone() for value in kept if id(value) not in memo})
+    for value in itertools.chain.from_iterable(vars(module).values() for module in model.modules()):
+        if isinstance(value, Tensor) and id(value) not in memo:
+            memo[id(value)] = value.detach().clone()  # deepcopy refuses results of operations, such as an attention map kept for later
     with raised_as(WalkError, f"{type(model).__name__} cannot be walked, because its modules cannot be copied"):
         double = copy.deepcopy(model, memo)
     for module in double.modules():
@@ -64,8 +59,9 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def on_device(example: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-    """The example with empty tensors for those that are on another device."""
+def on_device_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The example with empty tensors for those that are on another device than the model."""
+    device = device_of(model)
     return pytree.tree_map_only(Tensor, lambda t: t if t.device == device else torch.empty_like(t, device=device), example)
 
 
@@ -98,11 +94,10 @@ def _clear_caches(model: nn.Module) -> None:
     """
     classes = {found for module in model.modules() for found in type(module).__mro__}
     names = {found.__module__ for found in classes if not found.__module__.startswith("torch.")}
-    beside = [value for name in names if name in sys.modules for value in list(vars(sys.modules[name]).values())]
-    methods = [value for found in classes if found.__module__ in names for value in list(vars(found).values())]
-    for value in (*beside, *methods):
-        inside = [] if not isinstance(value, FunctionType) else [_content(cell) for cell in value.__closure__ or ()]
-        for each in (value, *inside):
+    holders = [*(sys.modules[name] for name in names if name in sys.modules), *(found for found in classes if found.__module__ in names)]
+    for value in [value for holder in holders for value in vars(holder).values()]:
+        cells = (value.__closure__ or ()) if isinstance(value, FunctionType) else ()
+        for each in (value, *map(_content, cells)):
             clear = getattr(each, "cache_clear", None)
             if callable(clear):
                 clear()
@@ -206,7 +201,7 @@ def run_fake(double: nn.Module, example: tuple[Any, ...]) -> Any:
     return result
 
 
-def _forget_sources(mode: FakeTensorMode) -> None:
+def _forget_sources(mode: Any) -> None:
     """Empty the maps from real tensors to fake ones, those of the exporter included.
 
     ``torch.utils.swap_tensors``, by which ``to`` and ``load_state_dict`` may work, refuses parameters that these refer to.

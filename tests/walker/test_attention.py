@@ -1,7 +1,5 @@
 """Attention with a linear for each product gives what ``nn.MultiheadAttention`` gives, for all of its arguments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

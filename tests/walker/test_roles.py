@@ -1,7 +1,5 @@
 """Roles by structure, not names, also in one small model a family; what blocks a replacement; and where one tensor carries all on."""
 
-from __future__ import annotations
-
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -251,18 +249,12 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     "convit_tiny": ({"depth": 3, "local_up_to_layer": 2, "embed_dim": 12, "img_size": 32}, ((5, 3, 3, 3, 1), {"constant": 2})),
     # Attention across channels; two blocks of class attention with q, k, v, proj, fc1 and fc2.
     "xcit_nano_12_p16_224": ({"depth": 2, "img_size": 64}, ((2, 2, 2, 2, 1), {"pool": 12})),
-    # Three stages; between them a linear for the class token.
-    "pit_ti_224": ({"depth": (1, 1, 1)}, ((3, 3, 3, 3, 1), {"pool": 2})),
     # A block within a block, each with qk and v; the pixels' tokens go into the patches' by one linear a block and one before all.
     "tnt_s_patch16_224": ({"depth": 2, "img_size": 32}, ((8, 4, 4, 4, 1), {"no-role": 3})),
     # Two branches; to either a linear there and back, and attention of one class token with q, k, v, proj.
     "crossvit_tiny_240": ({"depth": ((1, 1, 0),)}, ((2, 2, 2, 2, 2), {"pool": 12})),
-    # Where the width doubles, a linear for the shortcut.
-    "hiera_tiny_224": ({"stages": (1, 1, 1, 1), "embed_dim": 24}, ((4, 4, 4, 4, 1), {"no-role": 3})),
     # Two stages of convolutions, then 9 and 3 blocks of attention; the head has a hidden layer.
     "caformer_s18": ({}, ((12, 12, 12, 12, 1), {"pool": 1})),
-    # All convolutions but the last block; two heads.
-    "efficientformer_l1": ({"depths": (1, 1, 1, 1)}, ((1, 1, 1, 1, 2), {})),
     # Each block has two linears for its position bias; a merging linear between the stages.
     "swinv2_cr_tiny_224": (
         {"embed_dim": 24, "depths": (1, 1), "num_heads": (2, 4), "img_size": 64},
@@ -280,8 +272,6 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     "cait_xxs24_224": (ONE, ((1, 1, 1, 1, 1), {"talking-heads": 2, "pool": 12})),
 }
 
-CROSS = {"image_size": 64, "num_classes": 10, "depth": 1, "sm_dim": 48, "lg_dim": 64, "sm_patch_size": 8, "lg_patch_size": 16}
-CROSS |= {"lg_enc_depth": 1, "cross_attn_depth": 1}
 CCT = {"img_size": 32, "embedding_dim": 64, "num_layers": 1, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 10}
 
 VIT_PYTORCH: dict[str, tuple[dict[str, Any], Truth]] = {
@@ -290,11 +280,8 @@ VIT_PYTORCH: dict[str, tuple[dict[str, Any], Truth]] = {
         SMALL | {"depth": 2, "num_residual_streams": 2},
         ((2, 2, 2, 2, 1), {"patch-embedding": 1, "no-role": 4}),
     ),
-    "deepvit:DeepViT": (SMALL, ((1, 1, 1, 1, 1), {"patch-embedding": 1})),
     # q and kv apart; a block of class attention with q, kv, out and an MLP.
     "cait:CaiT": (SMALL | {"cls_depth": 1}, ((2, 1, 1, 1, 1), {"patch-embedding": 1, "pool": 5})),
-    # Two blocks of q and kv; class tokens in two directions, with q, kv, out and a linear there and back.
-    "cross_vit:CrossViT": (CROSS, ((4, 2, 2, 2, 2), {"patch-embedding": 2, "pool": 10})),
     # Blocks and grids, and two linears of squeeze and excitation a stage.
     "max_vit:MaxViT": ({"num_classes": 10, "depth": (1,), "dim": 32, "dim_conv_stem": 32}, ((2, 2, 2, 2, 1), {"pool": 2})),
     # A linear with one row gives the weights by which the tokens are pooled.

@@ -1,7 +1,5 @@
 """Choosing targets by role, name, block and size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Small modules whose names say nothing, or the wrong thing, about what they do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
