@@ -3,8 +3,6 @@
 Code of timm, torchvision, vit-pytorch and transformers runs, and no other.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import json
@@ -43,13 +41,17 @@ SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
 """What timm's names of models from elsewhere begin with."""
 
 
+def without_tag(base: str) -> str:
+    """The base without the tag of a timm name, which names published weights."""
+    return base if ":" in base else base.partition(".")[0]
+
+
 def build_base(base: str, base_args: Mapping[str, Any] | None = None, *, device: torch.device | str | None = None) -> nn.Module:
     """Build the dense model with its own random start, without any weights from elsewhere.
 
     ``base`` is a timm name, with or without a weights' tag, or ``"vit_pytorch:ViT"``, ``"vit_pytorch.simple_vit:SimpleViT"``,
     ``"torchvision:vit_b_16"`` or ``"transformers:ViTModel"``. ``base_args`` are its keyword arguments, or the entries of the
-    configuration of a class of transformers, JSON values only; lists become tuples. On the meta device only shapes are made, in well
-    under a second for most models.
+    configuration of a class of transformers, JSON values only; lists become tuples. On the meta device only shapes are made.
 
     Raises:
         ModelError: no such model, an argument that is no plain value or is refused, or the constructor's own complaint.
@@ -95,7 +97,7 @@ def _factory(base: str) -> Callable[..., nn.Module]:
         return _timm_factory(base)
     if base.startswith(TORCHVISION):
         return _torchvision_factory(base.removeprefix(TORCHVISION))
-    return _transformers_factory(base) if base.startswith(TRANSFORMERS) else _vit_pytorch_factory(base)
+    return _transformers_factory(base.removeprefix(TRANSFORMERS)) if base.startswith(TRANSFORMERS) else _vit_pytorch_factory(base)
 
 
 def _timm_factory(base: str) -> Callable[..., nn.Module]:
@@ -117,7 +119,7 @@ def _vit_pytorch_factory(base: str) -> Callable[..., nn.Module]:
         known = "vit_pytorch:CLASS, vit_pytorch.MODULE:CLASS, torchvision:NAME or transformers:CLASS"
         raise ModelError(f"a base outside timm is {known}, got '{base}'")
     module_name, class_name = parts.groups()
-    found = getattr(_imported(module_name), class_name, None)
+    found: Any = getattr(_imported(module_name), class_name, None)
     # The class must be vit-pytorch's own: what its modules import from elsewhere is not to be called by name.
     if not (isinstance(found, type) and issubclass(found, nn.Module) and found.__module__.partition(".")[0] == "vit_pytorch"):
         raise ModelError(f"{module_name} has no model class '{class_name}'")
@@ -132,8 +134,8 @@ def _torchvision_factory(name: str) -> Callable[..., nn.Module]:
     return found
 
 
-def _transformers_factory(base: str) -> Callable[..., nn.Module]:
-    found = transformers_class(base.removeprefix(TRANSFORMERS))
+def _transformers_factory(name: str) -> Callable[..., nn.Module]:
+    found = transformers_class(name)
 
     def build(**arguments: Any) -> nn.Module:
         _refuse_sources(arguments)
@@ -160,32 +162,33 @@ def _imported(module: str, advice: str = "") -> Any:
 
 def _refuse_sources(value: Any) -> None:
     """Refuse entries of a configuration that name code or weights from elsewhere, at any depth."""
+    if isinstance(value, str) and value.startswith(SOURCES):
+        raise ModelError(f"base_args may not name models from elsewhere, got '{value:.60}'")
     if isinstance(value, dict):
-        refused = sorted(key for key, each in value.items() if each and str(key).lstrip("_") in REFUSED_CONFIG)
+        refused = sorted(key for key, each in value.items() if each and key.lstrip("_") in REFUSED_CONFIG)
         if refused:
             raise ModelError(f"base_args may not set {', '.join(refused)}: a base is built from its configuration's sizes alone")
     for each in value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ():
         _refuse_sources(each)
-    if isinstance(value, str) and value.startswith(SOURCES):
-        raise ModelError(f"base_args may not name models from elsewhere, got '{value:.60}'")
 
 
 def build_shell(plan: Plan, limits: Limits) -> nn.Module:
     """The converted model with real buffers and plain attributes, its parameters on meta and waiting for weights.
 
-    Buffers outside the state_dict, such as position tables, are computed by the model's constructor, so they must be
-    made for real. Parameters are sent to meta as they are registered, before anybody draws random numbers into
-    them, which saves most of the time and memory. A constructor that reads its own parameters fails or passes
-    meta on to what it computes from them; such a model is built as usual, on the CPU.
+    Buffers outside the state_dict, such as position tables, are computed by the model's constructor, so they must be made for real.
+    Parameters are sent to meta as they are registered, before anybody draws random numbers into them, which saves most of the time and
+    memory. A constructor that reads its own parameters fails or passes meta on; such a model is built as usual, on the CPU.
 
     Raises:
         LimitError: building takes more than ``limits``; nothing beyond them was allocated.
         ModelError, PlanError: the base cannot be built, or the plan does not fit it.
     """
     limits.check_arguments(plan.base_args)
+    base = _base_of(plan)
     with torch.random.fork_rng(devices=[]):
         try:
-            model = _build(plan, limits, parameters_on_meta=True)
+            with metered(limits, parameters_on_meta=True):
+                model = build_base(base, plan.base_args)
         except LimitError:
             raise
         except ModelError as error:
@@ -193,7 +196,8 @@ def build_shell(plan: Plan, limits: Limits) -> nn.Module:
                 raise
             model = None  # the constructor wants numbers that meta does not have
         if model is None or _has_meta_state(model):
-            model = _build(plan, limits, parameters_on_meta=False)
+            with metered(limits, parameters_on_meta=False):
+                model = build_base(base, plan.base_args)
         install(plan, model)
     return model
 
@@ -210,17 +214,11 @@ def build_random(plan: Plan, overrides: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def _build(plan: Plan, limits: Limits, *, parameters_on_meta: bool) -> nn.Module:
-    with metered(limits, parameters_on_meta=parameters_on_meta):
-        return build_base(_base_of(plan), plan.base_args)
-
-
 def _has_meta_state(model: nn.Module) -> bool:
+    """Whether a buffer or a plain attribute is on meta, or says that something is."""
     state = [[value for name, value in vars(module).items() if name not in ("_parameters", "_modules")] for module in model.modules()]
-    return any(
-        (isinstance(value, Tensor) and value.is_meta) or (isinstance(value, torch.device) and value.type == "meta")
-        for value in tree_leaves(state)
-    )
+    devices = (value.device if isinstance(value, Tensor) else value for value in tree_leaves(state))
+    return any(isinstance(device, torch.device) and device.type == "meta" for device in devices)
 
 
 def _base_of(plan: Plan) -> str:

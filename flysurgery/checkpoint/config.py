@@ -1,7 +1,5 @@
 """The folder's ``config.json``, as timm or transformers reads it, and what a ``pretrained_cfg`` says of images, classes and weights."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection, Mapping
@@ -34,10 +32,10 @@ LABELS = frozenset({"label_names", "label_descriptions", "label_offset"})
 
 
 def config_of(model: nn.Module, plan: Plan) -> dict[str, Any]:
-    """What ``config.json`` holds for a converted model.
+    """What ``config.json`` holds for a converted model; one of transformers has its own configuration.
 
-    A model of transformers has its own configuration. For others the architecture is the registered entry point, never the dense name:
-    under that one timm would fill a model of another number of classes with random dense layers, and only warn.
+    For others the architecture is the registered entry point, never the dense name: under that one timm would fill a model of another
+    number of classes with random dense layers, and only warn.
     """
     own: Any = model
     if (plan.base or "").startswith(TRANSFORMERS):
@@ -86,8 +84,10 @@ def plan_in(config: Mapping[str, Any], folder: Path) -> Plan:
     file = folder / "config.json"
     try:
         if is_of_transformers(config):
-            plan = Plan.from_json(config["quantization_config"].get("plan"))
-            return replace(plan, base=base_of(config, file), base_args=transformers_arguments(config))
+            plan, classes = Plan.from_json(config["quantization_config"].get("plan")), config.get("architectures")
+            if not (isinstance(classes, list) and len(classes) == 1 and isinstance(classes[0], str)):
+                raise CheckpointError(f"{file}: 'architectures' must be a list of one class of transformers, got {classes!r:.60}")
+            return replace(plan, base=TRANSFORMERS + classes[0], base_args=transformers_arguments(config))
         plan = Plan.from_json(config["model_args"].get("plan"))
     except PlanError as error:
         raise CheckpointError(f"{file} holds a plan that cannot be used: {error}") from error
@@ -109,14 +109,6 @@ def describe(model: nn.Module, config: Mapping[str, Any], folder: Path) -> None:
         describe_data(model, config["pretrained_cfg"])
 
 
-def base_of(config: Mapping[str, Any], file: Path) -> str:
-    """The base that ``architectures`` names, which must be one class (CheckpointError)."""
-    architectures = config.get("architectures")
-    if not (isinstance(architectures, list) and len(architectures) == 1 and isinstance(architectures[0], str)):
-        raise CheckpointError(f"{file}: 'architectures' must be a list of one class of transformers, got {architectures!r:.60}")
-    return TRANSFORMERS + architectures[0]
-
-
 def describe_images(model: nn.Module, processor: Mapping[str, Any]) -> None:
     """Note on a model how its images are scaled and normalized, by the settings of an image processor, if it has such settings.
 
@@ -124,33 +116,27 @@ def describe_images(model: nn.Module, processor: Mapping[str, Any]) -> None:
     Settings that are no numbers are refused (CheckpointError).
     """
     if not isinstance(processor, Mapping):
-        raise CheckpointError(f"{PROCESSOR} must hold a JSON object, got {processor!r:.60}; correct it, or remove the file")
+        raise _unusable(" must hold a JSON object", processor)
     found = {name: processor[f"image_{name}"] for name in ("mean", "std") if processor.get(f"image_{name}") is not None}
     if processor.get("do_normalize") is False:
         found = {"mean": [0.0], "std": [1.0]}
     for name, values in found.items():
         right = isinstance(values, list) and values and all(type(value) in (int, float) and math.isfinite(value) for value in values)
         if not right or (name == "std" and min(values) <= 0):
-            raise CheckpointError(
-                f"{PROCESSOR}: image_{name} must be a list of numbers, got {values!r:.60}; correct it, or remove the file"
-            )
-    scale = _scale_of(processor)
-    if scale != 1:
+            raise _unusable(f": image_{name} must be a list of numbers", values)
+    factor = 1 if processor.get("do_rescale") is False else processor.get("rescale_factor")
+    if factor is not None and (type(factor) not in (int, float) or not 0 < factor < math.inf):
+        raise _unusable(": rescale_factor must be a positive number", factor)
+    scale = 1 if factor is None else 255 * factor  # what becomes of a white pixel before the mean is subtracted
+    if not math.isclose(scale, 1, rel_tol=1e-6):
         found = {name: [value / scale for value in found.get(name, [float(name == "std")])] for name in ("mean", "std")}
     if found:
         own: Any = model
         own.pretrained_cfg, own.image_processor = found, dict(processor)
 
 
-def _scale_of(processor: Mapping[str, Any]) -> float:
-    """What a processor makes of a white pixel before it normalizes: 1, or 255 where it does not rescale."""
-    factor = 1 if processor.get("do_rescale") is False else processor.get("rescale_factor")
-    if factor is None:
-        return 1.0
-    if type(factor) not in (int, float) or not 0 < factor < math.inf:
-        raise CheckpointError(f"{PROCESSOR}: rescale_factor must be a positive number, got {factor!r:.60}; correct it, or remove the file")
-    white = 255 * factor
-    return 1.0 if math.isclose(white, 1, rel_tol=1e-6) else white
+def _unusable(what: str, value: object) -> CheckpointError:
+    return CheckpointError(f"{PROCESSOR}{what}, got {value!r:.60}; correct it, or remove the file")
 
 
 def processor_of(model: nn.Module) -> Mapping[str, Any]:

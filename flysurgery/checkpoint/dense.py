@@ -1,7 +1,5 @@
 """Dense models: their weights in files, and local folders in timm's own layout, read and written."""
 
-from __future__ import annotations
-
 import argparse
 import pickle
 from collections.abc import Mapping
@@ -14,10 +12,9 @@ from safetensors.torch import save_file
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
-from flysurgery.checkpoint.base import ENTRY_POINT, TRANSFORMERS, build_base
+from flysurgery.checkpoint.base import ENTRY_POINT, TRANSFORMERS, build_base, without_tag
 from flysurgery.checkpoint.config import CLAIMS, PROCESSOR, data_config, describe_data, processor_of, read_config
-from flysurgery.checkpoint.files import open_regular, open_tensors
-from flysurgery.checkpoint.folder import check_target, new_folder, write_json
+from flysurgery.checkpoint.files import check_target, new_folder, open_regular, open_tensors, write_json
 from flysurgery.checkpoint.load import SCHEMA_KEY
 from flysurgery.checkpoint.tensors import difference
 from flysurgery.errors import CheckpointError, ModelError, raised_as
@@ -27,16 +24,12 @@ WRAPPERS = ("state_dict", "model")
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
-FILES = ("model.safetensors", "config.json")
-"""What ``save_dense`` writes."""
-
 
 def load_weights(model: nn.Module, file: str | Path) -> None:
-    """Copy the tensors of a ``.safetensors`` file, or of a file of ``torch.save``, into ``model``.
+    """Copy the tensors of a ``.safetensors`` file, or of a file of ``torch.save``, into ``model``, cast to its dtypes.
 
-    A torch file is read with ``weights_only=True``: a state_dict, alone or under "state_dict" or "model". Every tensor of the
-    model must be there in its shape, and no other; prefixes of wrappers ("module.", "_orig_mod.") are dropped. Values
-    are cast to the model's dtypes. Unless everything fits, nothing is copied.
+    A torch file is read with ``weights_only=True``: a state_dict, alone or under "state_dict" or "model". Every tensor of the model must
+    be there in its shape, and no other; prefixes of wrappers ("module.", "_orig_mod.") are dropped. Unless all fits, nothing is copied.
 
     Raises:
         CheckpointError: the file is missing or damaged, or holds Python objects besides tensors.
@@ -53,8 +46,8 @@ def load_weights(model: nn.Module, file: str | Path) -> None:
 def load_dense(folder: str | Path) -> tuple[nn.Module, str, dict[str, Any]]:
     """Open a dense model as ``timm.models.save_for_hf`` and the hub's timm repositories hold it: ``(model, base, base_args)``.
 
-    ``build_base(base, base_args)`` builds the model again without its weights. It is in eval mode, and its
-    ``pretrained_cfg`` says how its images are prepared, as in ``config.json``, but not whose weights it has.
+    ``build_base(base, base_args)`` builds the model again without its weights. It is in eval mode, and its ``pretrained_cfg`` says how
+    its images are prepared, as in ``config.json``, but not whose weights it has.
 
     Raises:
         CheckpointError: no such folder, a file of it is missing or damaged, or its model is a converted one.
@@ -80,7 +73,7 @@ def load_dense(folder: str | Path) -> tuple[nn.Module, str, dict[str, Any]]:
 
 def check_dense_folder(folder: str | Path, *, force: bool) -> Path:
     """The folder with symbolic links followed, once it is sure that ``save_dense`` may write there (CheckpointError)."""
-    return check_target(folder, lambda target: all((target / name).is_file() for name in FILES), force=force)
+    return check_target(folder, lambda target: (target / WEIGHT_FILES[0]).is_file() and (target / "config.json").is_file(), force=force)
 
 
 def save_dense(model: nn.Module, folder: str | Path, base: str, base_args: Mapping[str, Any], *, force: bool) -> None:
@@ -92,15 +85,14 @@ def save_dense(model: nn.Module, folder: str | Path, base: str, base_args: Mappi
         CheckpointError: the folder exists and may not be replaced, or the system refuses to write.
     """
     target = check_dense_folder(folder, force=force)
-    architecture = base if ":" in base else base.partition(".")[0]  # a tag names published weights, which these are not
-    config = {"architecture": architecture, "model_args": dict(base_args), "pretrained_cfg": data_config(model, base_args)}
+    config = {"architecture": without_tag(base), "model_args": dict(base_args), "pretrained_cfg": data_config(model, base_args)}
     with new_folder(target, force=force) as fresh:
         if base.startswith(TRANSFORMERS):
             _write_by_transformers(model, fresh)
             return
         weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
-        save_file(weights, fresh / FILES[0], metadata={"format": "pt"})
-        write_json(fresh / FILES[1], config)
+        save_file(weights, fresh / WEIGHT_FILES[0], metadata={"format": "pt"})
+        write_json(fresh / "config.json", config)
 
 
 def _write_by_transformers(model: Any, folder: Path) -> None:

@@ -1,19 +1,17 @@
-"""Open a converted model's folder, check all that can be checked before anything is allocated, and read the model."""
+"""Open a converted model's folder, itself or for timm: all that can be checked is checked before anything is allocated."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from timm.models._features import FeatureGetterNet
 from torch import nn
 
-from flysurgery.checkpoint.base import ENTRY_POINT, build_shell, transformers_class
-from flysurgery.checkpoint.config import describe, is_of_transformers, plan_in, read_config
-from flysurgery.checkpoint.files import TensorFile, open_tensors, parse_json
-from flysurgery.checkpoint.folder import FILES
+from flysurgery.checkpoint.base import ENTRY_POINT, build_base, build_random, build_shell, plain_arguments, transformers_class
+from flysurgery.checkpoint.config import describe, describe_data, is_of_transformers, plan_in, read_config
+from flysurgery.checkpoint.files import FILES, TensorFile, open_tensors, parse_json
 from flysurgery.checkpoint.meter import Limits
 from flysurgery.checkpoint.tensors import (
     SAFETENSORS_DTYPES,
@@ -28,6 +26,8 @@ from flysurgery.checkpoint.tensors import (
 )
 from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as
 from flysurgery.inference import optimize as make_faster
+from flysurgery.patterns import MAX_FEATURES
+from flysurgery.surgery import Plan, plan_of
 
 WEIGHTS, PICKLE, REPORT = "model.safetensors", "pytorch_model.bin", "report.json"
 
@@ -38,6 +38,9 @@ SCHEMA_KEY = "flysurgery.schema"
 
 HUB = "hf-hub:"
 """What names of repositories of the Hugging Face hub begin with, as for timm."""
+
+FEATURE_ARGUMENTS = ("out_indices", "feature_cls", "output_fmt")
+"""What timm's models take besides ``features_only``."""
 
 
 def load(
@@ -52,14 +55,13 @@ def load(
 
     ``folder`` may also be ``"hf-hub:user/name"`` or ``"hf-hub:user/name@revision"``, a repository that is downloaded first.
 
-    Outputs are bit-equal to those of the model that was saved. ``dtype`` turns the floating-point tensors into another
-    dtype; by default they stay as they are stored. For a folder, neither the network nor a pickle nor the original weights are used, and
-    no code is named by the files but models of timm, torchvision, vit-pytorch and transformers. Names, shapes and dtypes are checked
-    before the weights take memory, which peaks at about twice the model's size. What the files make the base's constructor build is
-    bounded by the size of the stored tensors. ``verify`` holds the data of each tensor against the SHA-256 that was saved with it, which
-    folders that ``save_pretrained`` of transformers or ``save_for_hf`` of timm wrote do not have. For a ViT-L this about doubles the time
-    of loading; ``docs/python.md`` has the command that measures it. ``optimize`` calls ``flysurgery.optimize`` on the model, whose
-    outputs are then equal within rounding.
+    Outputs are bit-equal to those of the model that was saved. ``dtype`` turns the floating-point tensors into another dtype; by default
+    they stay as they are stored. For a folder, neither the network nor a pickle nor the original weights are used, and no code is named
+    by the files but models of timm, torchvision, vit-pytorch and transformers. Names, shapes and dtypes are checked before the weights
+    take memory, which peaks at about twice the model's size. What the files make the base's constructor build is bounded by the size of
+    the stored tensors. ``verify`` holds the data of each tensor against the SHA-256 that was saved with it, which folders by
+    ``save_pretrained`` of transformers or ``save_for_hf`` of timm do not have; for a ViT-L this about doubles the time of loading
+    (``docs/python.md``). ``optimize`` calls ``flysurgery.optimize`` on the model, whose outputs are then equal within rounding.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, contradicts itself, or is of another schema; one sentence.
@@ -114,27 +116,22 @@ def read_model(
         if is_of_transformers(config) and SCHEMA_KEY not in file.metadata:
             model = _read_by_transformers(config, file, place, wanted)
         else:
-            model = _read(config, file, overrides, place, wanted, verify=verify)
+            # ``save`` writes a report and a whole header; timm writes neither. A part of a header means damage.
+            by_timm = set(file.metadata) <= {"format"} and config.get("architecture") == ENTRY_POINT and not (folder / REPORT).exists()
+            listed = None if by_timm else _listed(file)
+            model = _shell(config, file, overrides, has_header=not by_timm)
+            if listed is not None:
+                _check_listed(file, listed, verify=verify)
+            _fill(model, file, place, wanted)
     describe(model, config, folder)
     return model
 
 
-def _read(
-    config: Mapping[str, Any],
-    file: TensorFile,
-    overrides: Mapping[str, Any],
-    device: torch.device,
-    dtype: torch.dtype | None,
-    *,
-    verify: bool,
-) -> nn.Module:
-    """The model in a folder that ``save`` or timm's ``save_for_hf`` wrote."""
+def _shell(config: Mapping[str, Any], file: TensorFile, overrides: Mapping[str, Any], *, has_header: bool) -> nn.Module:
+    """The model that the configuration describes, without weights, once it is sure that it and the file fit each other."""
     folder = file.path.parent
-    # ``save`` writes a report and a whole header; timm writes neither. A part of a header means damage.
-    by_timm = set(file.metadata) <= {"format"} and config.get("architecture") == ENTRY_POINT and not (folder / REPORT).exists()
-    listed = None if by_timm else _listed(file)
     plan = plan_in(config, folder)
-    if listed is not None and file.metadata["plan_sha256"] != sha256_of_text(canonical(plan.to_json())):
+    if has_header and file.metadata["plan_sha256"] != sha256_of_text(canonical(plan.to_json())):
         raise CheckpointError(f"{folder / 'config.json'} does not match model.safetensors: its plan or the base's arguments were changed")
     try:
         model = build_shell(plan.with_arguments(overrides), Limits.of_stored(file.shapes.values()))
@@ -144,9 +141,6 @@ def _read(
             raise
         changed = f" with {dict(overrides)}" if overrides else ""
         raise CheckpointError(f"{folder} cannot be loaded{changed}: {error}") from error
-    if listed is not None:
-        _check_listed(file, listed, verify=verify)
-    _fill(model, file, device, dtype)
     return model
 
 
@@ -167,9 +161,9 @@ def _read_by_transformers(config: Mapping[str, Any], file: TensorFile, device: t
 
 
 def _check_tensors(file: TensorFile, model: nn.Module) -> None:
-    """Refuse a file whose names, shapes and dtypes are not those of the converted model, whose parameters may be on meta.
+    """Refuse a file whose names, shapes and dtypes are not those of the model, buffers outside the state_dict included if it has them.
 
-    Besides the state_dict the file may hold buffers of the model that are outside of it. Floating-point tensors may have any such dtype.
+    Floating-point tensors may have any such dtype.
     """
     buffers = {name: buffer for name, buffer in unstored_buffers(model).items() if name in file.shapes}
     expected = model.state_dict() | buffers
@@ -183,10 +177,7 @@ def _check_tensors(file: TensorFile, model: nn.Module) -> None:
 
 
 def _listed(file: TensorFile) -> dict[str, list[str]]:
-    """The dtype of each tensor, by safetensors' name ("F32"), and its SHA-256, as ``save`` lists them in the file's header.
-
-    The header may come from anywhere: all of it is checked (CheckpointError). It also has the hash of the plan with its base.
-    """
+    """The dtype ("F32") and SHA-256 of each tensor, as ``save`` lists them in the file's header, all of which is checked first."""
     where, metadata = file.path, file.metadata
     if SCHEMA_KEY not in metadata:
         raise CheckpointError(f"{where} is no flysurgery checkpoint: its header has no {SCHEMA_KEY}; dense models are loaded with timm")
@@ -204,13 +195,10 @@ def _listed(file: TensorFile) -> dict[str, list[str]]:
         tensors = parse_json(metadata["tensors"])
     except ValueError as error:
         raise CheckpointError(f"{where} is damaged: its tensors are no JSON") from error
-    if not isinstance(tensors, dict) or not all(map(_is_dtype_and_hash, tensors.values())):
+    entries = tensors.values() if isinstance(tensors, dict) else [None]
+    if not all(isinstance(entry, list) and list(map(type, entry)) == [str, str] for entry in entries):
         raise CheckpointError(f"{where} is damaged: its tensors do not map names to dtypes and hashes")
     return tensors
-
-
-def _is_dtype_and_hash(entry: object) -> bool:
-    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)
 
 
 def _check_listed(file: TensorFile, listed: Mapping[str, list[str]], *, verify: bool) -> None:
@@ -248,3 +236,95 @@ def _fill(model: nn.Module, file: TensorFile, device: torch.device, dtype: torch
         parent, _, attribute = name.rpartition(".")
         model.get_submodule(parent).register_buffer(attribute, value, persistent=False)
     model.to(device)
+
+
+def build_for_timm(
+    pretrained: bool = False,
+    *,
+    base: str | None = None,
+    base_args: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
+    pretrained_cfg: Mapping[str, Any] | None = None,
+    pretrained_cfg_overlay: Mapping[str, Any] | None = None,
+    cache_dir: str | Path | None = None,
+    **arguments: Any,
+) -> nn.Module:
+    """Build a converted model as timm builds its own: from its ``config.json``, with its weights or random ones, in training mode.
+
+    ``num_classes`` gives it a new, random head where it differs, ``img_size`` resizes its position embedding, and ``features_only`` wraps
+    it. Other arguments go to the base's constructor, over ``base_args``, and may not change the shape of any tensor.
+
+    Raises:
+        CheckpointError: no folder was named, it is damaged, or an argument does not go with the model.
+    """
+    if base is None or plan is None:
+        raise CheckpointError(f"{ENTRY_POINT} is built from a checkpoint's folder: timm.create_model('local-dir:DIR', pretrained=True)")
+    # timm passes on the saved arguments a second time, for filters of dense checkpoints; there is none here.
+    arguments.pop("pretrained_model_args", None)
+    wants_features = arguments.pop("features_only", False)
+    features = {name: arguments.pop(name) for name in FEATURE_ARGUMENTS if name in arguments}
+    num_classes, img_size = arguments.pop("num_classes", None), arguments.pop("img_size", None)
+    config = {**(pretrained_cfg or {}), **(pretrained_cfg_overlay or {})}
+    try:
+        overrides = plain_arguments(arguments)
+        model = read_model(_folder(config, cache_dir), overrides) if pretrained else build_random(Plan.from_json(plan), overrides)
+        with raised_as(CheckpointError, f"img_size={img_size!r:.60} cannot be given"):
+            _resize(model, img_size)
+        with raised_as(CheckpointError, f"num_classes={num_classes!r:.60} cannot be given"):
+            _change_head(model, num_classes)
+        describe_data(model, config)
+        with raised_as(CheckpointError, "features_only cannot be given"):
+            return _wrap(model, features) if wants_features else model
+    except (ModelError, PlanError) as error:
+        raise CheckpointError(f"the converted {base!s:.60} cannot be built: {error}") from error
+
+
+def _folder(config: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
+    if config.get("source") == "hf-hub" and config.get("hf_hub_id"):
+        return downloaded(str(config["hf_hub_id"]), cache_dir)
+    if not config.get("file"):
+        raise CheckpointError(
+            f"{ENTRY_POINT} has no weights of its own; name a folder, as in timm.create_model('local-dir:DIR', pretrained=True)"
+        )
+    return Path(config["file"])
+
+
+def _resize(model: Any, img_size: int | Sequence[int] | None) -> None:
+    if img_size is None:
+        return
+    wanted = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+    if len(wanted) != 2 or not all(type(side) is int and 0 < side <= MAX_FEATURES for side in wanted):
+        raise CheckpointError(f"img_size must be a positive whole number or two of them, got {img_size!r:.60}")
+    current = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if current is not None and tuple(current) == wanted:
+        return
+    if not hasattr(model, "set_input_size"):
+        raise CheckpointError(f"img_size={img_size} cannot be given: a {type(model).__name__} keeps the input size that it was saved with")
+    model.set_input_size(img_size=wanted)
+
+
+def _change_head(model: Any, num_classes: int | None) -> None:
+    if num_classes is None:
+        return
+    if type(num_classes) is not int or not 0 <= num_classes <= MAX_FEATURES:
+        raise CheckpointError(f"num_classes must be a whole number from 0 to {MAX_FEATURES}, got {num_classes!r:.60}")
+    plan = plan_of(model)
+    if num_classes == getattr(model, "num_classes", None if plan is None else plan.base_args.get("num_classes")):
+        return
+    if not hasattr(model, "reset_classifier"):
+        raise CheckpointError(f"num_classes={num_classes} cannot be given: a {type(model).__name__} keeps the head that it was saved with")
+    dtype = single_float_dtype(parameter.dtype for parameter in model.parameters())
+    model.reset_classifier(num_classes)
+    if dtype is not None:
+        model.to(dtype)
+
+
+def _wrap(model: Any, features: Mapping[str, Any]) -> nn.Module:
+    """The model as timm's ``features_only`` gives it: the same levels and layout as those of the dense base."""
+    plan = plan_of(model)
+    if plan is None or plan.base is None or not hasattr(model, "forward_intermediates"):
+        raise CheckpointError(f"features_only cannot be given: a {type(model).__name__} has no forward_intermediates")
+    dense: Any = build_base(plan.base, {**plan.base_args, **features, "features_only": True}, device="meta")
+    wrapped = FeatureGetterNet(model, out_indices=tuple(dense.feature_info.out_indices), output_fmt=getattr(dense, "output_fmt", "NCHW"))
+    wrapped.pretrained_cfg = wrapped.default_cfg = model.pretrained_cfg
+    return wrapped

@@ -1,7 +1,5 @@
 """The most that building a model may take, by the tensors that a folder stores, and a meter that stops it before it takes more."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flysurgery.errors import ModelError
 
@@ -49,7 +47,7 @@ class Limits:
     nbytes: int
 
     @classmethod
-    def of_stored(cls, shapes: Collection[Sequence[int]]) -> Limits:
+    def of_stored(cls, shapes: Collection[Sequence[int]]) -> "Limits":
         """The limits for a folder that stores tensors of these shapes."""
         return cls(steps=5000 + 50 * len(shapes), nbytes=(32 << 20) + 64 * sum(prod(shape) for shape in shapes))
 
@@ -130,12 +128,18 @@ class _Meter(TorchDispatchMode):
     def step(self) -> None:
         """Count one step more (LimitError)."""
         self._steps += 1
-        _refuse_more(self._steps, self._limits.steps, "steps")
+        self._check(self._steps, self._limits.steps, "steps")
 
     def take(self, nbytes: int) -> None:
         """Count more bytes (LimitError)."""
         self._nbytes += nbytes
-        _refuse_more(self._nbytes, self._limits.nbytes, "bytes besides its parameters")
+        self._check(self._nbytes, self._limits.nbytes, "bytes besides its parameters")
+
+    def _check(self, taken: int, limit: int, what: str) -> None:
+        if taken > limit:
+            raise LimitError(
+                f"building the base takes more than {limit:,} {what}, too much for the tensors that are stored; check base_args"
+            )
 
     def on_meta(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter on meta; its bytes no longer count."""
@@ -164,32 +168,25 @@ class _Meter(TorchDispatchMode):
         predicted = _predicted(func, args, kwargs)
         if predicted is not None:
             self.take(predicted)
-            return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self.take(_nbytes(result))
+        if predicted is None:
+            self.take(_nbytes(result))
         return result
-
-
-def _refuse_more(taken: int, limit: int, what: str) -> None:
-    if taken > limit:
-        raise LimitError(f"building the base takes more than {limit:,} {what}, too much for the tensors that are stored; check base_args")
 
 
 def _predicted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """The bytes that an operation will give; None where shapes alone do not tell, or the operation is going to fail."""
-    twin_args, twin_kwargs = tree_map(_twin, (args, kwargs))
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    twin_args, twin_kwargs = tree_map_only(Tensor, on_meta, (args, kwargs))
     if any(each.name == "device" for each in func._schema.arguments):
         twin_kwargs["device"] = torch.device("meta")
     try:
         return _nbytes(func(*twin_args, **twin_kwargs))
     except Exception:  # the operation itself says what is wrong
         return None
-
-
-def _twin(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _nbytes(result: Any) -> int:

@@ -1,25 +1,23 @@
-"""Write a converted model into a self-describing folder, once it is sure that it can be loaded again."""
+"""Write a converted model into a self-describing folder with a model card, once it is sure that it can be loaded again."""
 
-from __future__ import annotations
-
+import json
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import timm
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from flysurgery.checkpoint.base import build_shell
-from flysurgery.checkpoint.card import model_card
+import flysurgery
+from flysurgery.checkpoint.base import TRANSFORMERS, build_shell, without_tag
 from flysurgery.checkpoint.config import PROCESSOR, config_of, processor_of
-from flysurgery.checkpoint.files import read_json
-from flysurgery.checkpoint.folder import check_space, check_target, new_folder, write_json
+from flysurgery.checkpoint.files import check_space, check_target, new_folder, read_json, write_json
 from flysurgery.checkpoint.load import HUB, SCHEMA, SCHEMA_KEY, is_converted
 from flysurgery.checkpoint.meter import Limits
 from flysurgery.checkpoint.tensors import (
@@ -35,15 +33,48 @@ from flysurgery.checkpoint.tensors import (
     unstored_buffers,
 )
 from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as
-from flysurgery.surgery import Plan, Row, as_json, is_of_transformers, plan_of, transformers_arguments
-
-if TYPE_CHECKING:
-    from flysurgery.surgery import Report
+from flysurgery.surgery import Plan, Report, Row, as_json, is_of_transformers, measures, plan_of, transformers_arguments
 
 SLACK_BYTES = 1 << 20
 """Room for the folder's small files, when the free space is looked at before writing."""
 
 ADVICE = "give plan or convert the base= and base_args= that the model was built with"
+
+CARD = """---
+library_name: {library}
+{task}- {library}
+- flysurgery
+---
+# {name}
+
+{base}, with {replaced} of its {layers} linear layers replaced by products of Kronecker-sparse factors.
+
+{facts}
+
+## Load
+
+```python
+import flysurgery, {library}
+
+model = flysurgery.load("DIR")                                    # in eval mode
+{other_way}
+```
+
+No network, pickle or original weights are needed; `DIR` is the folder that holds this file.
+
+## Plan
+
+```text
+{plan}
+```
+"""
+
+OTHER_WAYS = {
+    "timm": 'model = timm.create_model("local-dir:DIR", pretrained=True)       # the same weights, by way of timm',
+    "transformers": 'model = transformers.{name}.from_pretrained("DIR")     # the same weights, by way of transformers',
+}
+
+UNKNOWN = "Its fidelity is unknown, since it was not measured: `flysurgery evaluate DIR --against MODEL --data FOLDER` does"
 
 
 def save(
@@ -57,15 +88,13 @@ def save(
 ) -> None:
     """Save a converted model as ``model.safetensors``, ``config.json``, ``report.json`` and ``README.md``.
 
-    ``load(folder)`` then gives outputs bit-equal to the model's; with ``dtype``, to those of ``model.to(dtype)``. Before
-    anything is written the base is rebuilt without weights, to be sure of that. Tensors that the model uses twice are stored twice, and
-    are one again after loading if its constructor ties them. The folder appears complete or not at all; ``force`` replaces an older
-    checkpoint, and nothing else.
-    ``report`` is what ``apply`` or ``convert`` returned, or the content of an earlier folder's ``report.json`` with what has come
-    since; without it ``report.json`` has the layers without their errors.
-    ``accuracy`` has ``data``, the accuracy ``before`` and that ``after``, as JSON; it goes into ``report.json`` and the model card.
-    The folder claims no licence and no published weights, unless it is known that the weights came from there: the command line loaded
-    them, or the model was read from a converted folder that says so.
+    ``load(folder)`` then gives outputs bit-equal to the model's; with ``dtype``, to those of ``model.to(dtype)``. Before anything is
+    written the base is rebuilt without weights, to be sure of that. Tensors that the model uses twice are stored twice, and are one again
+    after loading if its constructor ties them. The folder appears complete or not at all; ``force`` replaces an older checkpoint, and
+    nothing else. ``report`` is what ``apply`` or ``convert`` returned, or the content of an earlier folder's ``report.json`` with what has
+    come since; without it ``report.json`` has the layers without their errors. ``accuracy`` has ``data``, the accuracy ``before`` and that
+    ``after``, as JSON; it goes into ``report.json`` and the model card. The folder claims no licence and no published weights, unless it
+    is known that the weights came from there: the command line loaded them, or the model was read from a converted folder that says so.
 
     Raises:
         CheckpointError: the model is not converted, its base is not known or does not rebuild it, the folder exists, or the
@@ -100,7 +129,7 @@ def _header(plan: Plan, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {
         "format": "pt",
         SCHEMA_KEY: SCHEMA,
-        "version": _version(),
+        "version": flysurgery.__version__,
         "plan_sha256": sha256_of_text(canonical(plan.to_json())),
         "tensors": listed,
         "tensors_sha256": sha256_of_text(listed),
@@ -155,14 +184,9 @@ def _report_json(plan: Plan, report: Report | Mapping[str, Any] | None, accuracy
     facts: dict[str, Any] = {"rows": as_json([Row.of(layer) for layer in plan.layers])} | dict(given)
     if accuracy is not None:
         facts["accuracy"] = dict(accuracy)
-    versions = {name: metadata.version(name) for name in ("torch", "timm", "vit-pytorch", "safetensors")}
-    return facts | {"seed": torch.initial_seed(), "versions": {"flysurgery": _version(), "python": platform.python_version()} | versions}
-
-
-def _version() -> str:
-    from flysurgery import __version__  # the package is complete by the time that anything is saved
-
-    return __version__
+    versions = {"flysurgery": flysurgery.__version__, "python": platform.python_version()}
+    versions |= {name: metadata.version(name) for name in ("torch", "timm", "vit-pytorch", "safetensors")}
+    return facts | {"seed": torch.initial_seed(), "versions": versions}
 
 
 def _rebuilt(model: nn.Module) -> tuple[Plan, nn.Module]:
@@ -175,7 +199,7 @@ def _rebuilt(model: nn.Module) -> tuple[Plan, nn.Module]:
     if plan is None:
         raise CheckpointError("the model is not converted, so there is no plan to save; convert it first, or save it with timm")
     try:
-        plan = replace(plan, base=_known_base(plan.base))
+        plan = replace(plan, base=plan.base and _known_base(plan.base))
         if is_of_transformers(model):  # a forward with labels, or a user, may have changed the configuration since
             config: Any = model.config
             plan = plan.with_arguments(transformers_arguments(config.to_dict()))
@@ -188,10 +212,8 @@ def _rebuilt(model: nn.Module) -> tuple[Plan, nn.Module]:
             shell = build_shell(plan, limits)
     except (ModelError, PlanError) as error:
         raise CheckpointError(f"the model could not be loaded again: {error}; {ADVICE}") from error
-    for what, own, rebuilt in (
-        ("model", model.state_dict(), shell.state_dict()),
-        ("model's buffers", unstored_buffers(model), unstored_buffers(shell)),
-    ):
+    stored = ("model", model.state_dict(), shell.state_dict())
+    for what, own, rebuilt in (stored, ("model's buffers", unstored_buffers(model), unstored_buffers(shell))):
         wrong = difference(own, rebuilt)
         if wrong:
             raise CheckpointError(f"{plan.base} with {dict(plan.base_args)} does not rebuild this {what} ({wrong}); {ADVICE}")
@@ -208,12 +230,10 @@ def _changed_buffers(model: nn.Module, shell: nn.Module, dtype: torch.dtype | No
     return {name: buffer for name, buffer in mine.items() if _stored(buffer, dtype) != _stored(rebuilt[name], uniform)}
 
 
-def _known_base(base: str | None) -> str | None:
+def _known_base(base: str) -> str:
     """The base without a weights' tag that timm does not publish, as models from other folders and hubs have it."""
-    if base is None or ":" in base or "." not in base:
-        return base
-    architecture = base.partition(".")[0]
-    return base if base in timm.list_models(f"{architecture}.*", include_tags=True) else architecture
+    architecture = without_tag(base)
+    return base if base == architecture or base in timm.list_models(f"{architecture}.*", include_tags=True) else architecture
 
 
 def _traits(model: nn.Module) -> dict[str, Any]:
@@ -230,3 +250,77 @@ def _traits(model: nn.Module) -> dict[str, Any]:
 def _stored(buffer: Tensor, dtype: torch.dtype | None) -> tuple[torch.dtype, bytes]:
     cast = buffer.to("cpu", dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype)
     return cast.dtype, bytes_of(cast).numpy().tobytes()
+
+
+def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str, config: Mapping[str, Any]) -> str:
+    """The text of ``README.md``; ``config`` is the folder's ``config.json``."""
+    plan = replace(plan, base=plan.base and without_tag(plan.base))  # which is there even where the weights came from elsewhere
+    library = "transformers" if (plan.base or "").startswith(TRANSFORMERS) else "timm"
+    return CARD.format(
+        name=name,
+        library=library,
+        other_way=OTHER_WAYS[library].format(name=(plan.base or "").partition(":")[2]),
+        task=_task(config.get("num_classes")),
+        base=plan.base,
+        replaced=len(plan.replaced),
+        layers=len(plan.layers),
+        facts="\n".join(f"- {fact}" for fact in _facts(plan, report, dtypes, config)),
+        plan=plan,
+    )
+
+
+def _task(classes: int | None) -> str:
+    """What the model is for: a model without classes gives features; nothing is claimed where their number is not known."""
+    if classes is None:
+        return "tags:\n"
+    task = "image-classification" if classes else "image-feature-extraction"
+    return f"pipeline_tag: {task}\ntags:\n- {task}\n"
+
+
+def _facts(plan: Plan, report: Mapping[str, Any], dtypes: str, config: Mapping[str, Any]) -> Iterator[str]:
+    yield f"Base arguments: `{json.dumps(dict(plan.base_args))}`"
+    data = config.get("pretrained_cfg") or {}
+    if data.get("tag"):
+        licence = f", licence {data['license']}" if data.get("license") else ""
+        yield f"Converted from the weights `{plan.base}.{data['tag']}`{licence}"
+    before, after = sum(layer.params_before for layer in plan.replaced), sum(layer.params_after for layer in plan.replaced)
+    yield f"Parameters of the replaced layers: {before:,} before, {after:,} after ({after / before:.1%})"
+    yield f"Weights stored in: {dtypes}"
+    yield "All that was measured is in `report.json`"
+    run, fidelity = report.get("finetune") or {}, report.get("fidelity")
+    if fidelity is not None:
+        data = (report.get("calibration") or {}).get("data")
+        where = f"held-out samples of {data}" if data else "held-out samples"
+        untrained = ", before any fine-tuning" if run else ""
+        yield f"Fidelity to the dense model on {fidelity['samples']} {where}{untrained}: {_shown(fidelity)}"
+    errors = [(row.get("calibration") or {}).get("output_error") for row in report["rows"]]
+    known = [error for error in errors if error is not None]
+    if known:
+        yield f"Relative output errors of the layers as calibrated, on held-out samples: {min(known):.3f} to {max(known):.3f}"
+    is_known = run.get("fidelity_after") is not None if run else fidelity is not None
+    if not is_known and not run.get("scratch"):
+        yield UNKNOWN
+    times, accuracy = report.get("measurement"), report.get("accuracy")
+    if times is not None:
+        yield (
+            f"Chosen by times of {times['batch']} samples in {times['dtype']} on {times['device']}: one forward took "
+            f"{times['dense_ms']:.3g} ms dense and {times['converted_ms']:.3g} ms with these architectures"
+        )
+    if accuracy is not None:
+        yield f"Accuracy on {accuracy['data']}: {_top1(accuracy)}"
+    if report.get("finetune") is not None:
+        text = f"{'Trained from random weights' if run['scratch'] else 'Fine-tuned'} on {run['images']:,} images of {run['data']}"
+        text += f" in {run['updates']:,} updates" + (f", with {run['teacher']} as teacher" if run["teacher"] else "")
+        if run.get("before") and run.get("after"):
+            text += f"; {_top1(run)}"
+        if run.get("fidelity_after") is not None:
+            text += f"; fidelity to the teacher on {run['fidelity_after']['samples']} held-out images: {_shown(run['fidelity_after'])}"
+        yield text
+
+
+def _top1(run: Mapping[str, Any]) -> str:
+    return f"top-1 {run['before']['top1']:.2%} before, {run['after']['top1']:.2%} after, of {run['after']['samples']} samples"
+
+
+def _shown(fidelity: Mapping[str, Any]) -> str:
+    return ", ".join(f"{what} {value}" for what, value in measures(fidelity))

@@ -1,11 +1,9 @@
 """The tensors of a model as a file holds them: their dtypes, names and shapes; and the hashes of these and of the plan."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,9 +32,6 @@ FLOAT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32":
 MAX_THREADS = 8
 """Most threads that hash; memory gives no more than a few can read."""
 
-SHOWN = 3
-"""How many names a message lists of each kind."""
-
 
 def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """The floating-point dtype that a name such as "bfloat16" means (OptionError)."""
@@ -64,35 +59,28 @@ def single_float_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
 def collect(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The tensors on the CPU, contiguous, each with memory of its own, and floating-point ones in ``dtype`` if it is given.
 
-    Raises:
-        CheckpointError: an entry that is no tensor, is on meta, has a dtype that files cannot hold, or a finite
-            number that ``dtype`` cannot hold; the message names it.
+    Raises a CheckpointError that names what is no tensor, is on meta, has a dtype that files cannot hold, or a number beyond ``dtype``.
     """
     stored: dict[str, Tensor] = {}
     taken: set[int] = set()
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{name} is no tensor but a {type(tensor).__name__}, which a checkpoint cannot hold")
-        if tensor.is_meta:
+    for name, given in tensors.items():
+        if not isinstance(given, Tensor):
+            raise CheckpointError(f"{name} is no tensor but a {type(given).__name__}, which a checkpoint cannot hold")
+        if given.is_meta:
             raise CheckpointError(f"{name} is on the meta device and has no values to save; load the weights first")
-        if tensor.dtype not in SAFETENSORS_DTYPES.values() or tensor.layout != torch.strided:
-            raise CheckpointError(f"{name} is a {tensor.layout} tensor of {tensor.dtype}, which a checkpoint cannot hold")
-        cast = _for_file(name, tensor, dtype)
+        if given.dtype not in SAFETENSORS_DTYPES.values() or given.layout != torch.strided:
+            raise CheckpointError(f"{name} is a {given.layout} tensor of {given.dtype}, which a checkpoint cannot hold")
+        tensor = given.detach().cpu()
+        cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        if cast is not tensor and bool((torch.isfinite(tensor) & ~torch.isfinite(cast)).any()):
+            width = str(dtype).removeprefix("torch.")
+            raise CheckpointError(f"{name} has numbers beyond the range of {width}; bfloat16 has the range of float32")
+        cast = cast.contiguous()
         # Views would write their neighbours' bytes too, and safetensors refuses tensors that share storage.
         is_own = cast.untyped_storage().nbytes() == cast.nbytes and cast.data_ptr() not in taken
         stored[name] = cast if is_own else cast.clone()
         taken.add(stored[name].data_ptr())
     return stored
-
-
-def _for_file(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    tensor = tensor.detach().cpu()
-    cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-    if cast is not tensor and bool((torch.isfinite(tensor) & ~torch.isfinite(cast)).any()):
-        raise CheckpointError(
-            f"{name} has numbers beyond the range of {str(dtype).removeprefix('torch.')}; bfloat16 has the range of float32"
-        )
-    return cast.contiguous()
 
 
 def unstored_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -110,27 +98,21 @@ def difference(found: Mapping[str, object], expected: Mapping[str, object]) -> s
 
     Entries are tensors or their shapes; the shape of anything else is empty.
     """
-    has, wants = ({name: _shape(each) for name, each in entries.items()} for entries in (found, expected))
+
+    def shape_of(entry: object) -> list[int]:
+        return list(entry if isinstance(entry, tuple) else getattr(entry, "shape", ()))
+
+    has, wants = ({name: shape_of(each) for name, each in entries.items()} for entries in (found, expected))
     missing = [name for name in wants if name not in has]
     unknown = [name for name in has if name not in wants]
     reshaped = [f"{name} is {has[name]} instead of {shape}" for name, shape in wants.items() if has.get(name, shape) != shape]
-    parts = ((missing, "missing"), (unknown, "unknown"), (reshaped, "of another shape"))
-    return "; ".join(f"{len(names)} {what}: {_listed(names)}" for names, what in parts if names) or None
-
-
-def _shape(entry: object) -> list[int]:
-    return list(entry if isinstance(entry, tuple) else getattr(entry, "shape", ()))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+    parts = [(names, what) for names, what in ((missing, "missing"), (unknown, "unknown"), (reshaped, "of another shape")) if names]
+    listed = (f"{len(names)} {what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" for names, what in parts)
+    return "; ".join(listed) or None
 
 
 def sha256_of_each(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> dict[str, str]:
-    """The SHA-256, in hexadecimal, of the bytes of each named tensor, which is contiguous and on the CPU.
-
-    Several threads share the work, as hashing takes longer than reading.
-    """
+    """The SHA-256, in hexadecimal, of the bytes of each named tensor, which is contiguous and on the CPU; by several threads."""
 
     def sha256(name: str) -> str:
         # hashlib takes what offers its memory, which NumPy does for bytes, and PyTorch for no dtype.

@@ -35,8 +35,7 @@ def shadow(model: nn.Module) -> nn.Module:
     """A copy of the module tree that holds the same parameters and buffers (not copies of them), in eval mode and without hooks.
 
     What is set on it, or stored by a trace, does not reach ``model``. Hooks of transformers stay: its models collect hidden states by them.
-    Tensors on meta become empty ones on the CPU, on which numbers that a forward computes from shapes are known. Nobody writes them, so
-    they take no memory.
+    Tensors on meta become empty ones on the CPU, on which numbers that a forward computes from shapes are known; they take no memory.
     """
     memo: dict[int, Any] = {id(tensor): _on_cpu(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())}
     for value in itertools.chain.from_iterable(vars(module).values() for module in model.modules()):
@@ -44,11 +43,9 @@ def shadow(model: nn.Module) -> nn.Module:
             memo[id(value)] = value.detach().clone()  # deepcopy refuses results of operations, such as an attention map kept for later
     with raised_as(WalkError, f"{type(model).__name__} cannot be walked, because its modules cannot be copied"):
         double = copy.deepcopy(model, memo)
-    for module in double.modules():
-        for name in HOOKS:
-            hooks = getattr(module, name, {})
-            for key in [key for key, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("transformers.")]:
-                del hooks[key]
+    for hooks in [getattr(module, name, {}) for module in double.modules() for name in HOOKS]:
+        for key in [key for key, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("transformers.")]:
+            del hooks[key]
     return double.eval()
 
 
@@ -144,10 +141,7 @@ def _call_of_body(module: GraphModule, node: Node) -> tuple[GraphModule, list[An
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced forward pass.
-
-    ``parameters`` maps placeholders of the graph to the names of their parameters; ``inputs`` are the placeholders of the example.
-    """
+    """A traced forward pass: ``parameters`` maps placeholders to the names of their parameters, ``inputs`` are those of the example."""
 
     graph: Graph
     parameters: dict[Node, str]

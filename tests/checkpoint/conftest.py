@@ -1,7 +1,5 @@
 """One small converted model, saved once, copies of its folder, and ways to rewrite them as damage or an attacker would."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -106,7 +104,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 def read_weights(folder: Path) -> tuple[Tensors, Metadata]:
     """All tensors and the header's entries."""
-    with safe_open(folder / "model.safetensors", "pt") as handle:
+    with safe_open(folder / WEIGHTS_FILE, "pt") as handle:
         return {name: handle.get_tensor(name).clone() for name in handle.keys()}, dict(handle.metadata())  # noqa: SIM118
 
 
@@ -114,33 +112,30 @@ def rewrite(folder: Path, change: Callable[[Tensors, Metadata], object]) -> None
     """Let ``change`` edit the tensors and the header's entries."""
     tensors, metadata = read_weights(folder)
     change(tensors, metadata)
-    save_file(tensors, folder / "model.safetensors", metadata)
+    save_file(tensors, folder / WEIGHTS_FILE, metadata)
 
 
 def list_tensors(tensors: Tensors, metadata: Metadata) -> None:
     """Make the header's list of tensors true of them."""
     dtypes = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     hashes = sha256_of_each(tensors, tensors.__getitem__)
-    metadata["tensors"] = canonical({name: [dtypes.get(tensor.dtype, "F8_E4M3"), hashes[name]] for name, tensor in tensors.items()})
+    metadata["tensors"] = canonical({name: [dtypes[tensor.dtype], hashes[name]] for name, tensor in tensors.items()})
     metadata["tensors_sha256"] = sha256(metadata["tensors"])
 
 
 def rewrite_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Let ``change`` edit ``config.json``."""
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / CONFIG_FILE).read_text())
     change(config)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Let ``change`` edit the plan, and make the hash match."""
-
-    def edit(config: dict[str, Any]) -> None:
-        plan = config["model_args"]["plan"]
-        change(plan)
-        rewrite(folder, lambda _, metadata: metadata.update(plan_sha256=sha256(canonical(plan))))
-
-    rewrite_config(folder, edit)
+    plan = json.loads((folder / CONFIG_FILE).read_text())["model_args"]["plan"]
+    change(plan)
+    rewrite(folder, lambda _, metadata: metadata.update(plan_sha256=sha256(canonical(plan))))
+    rewrite_config(folder, lambda config: config["model_args"].update(plan=plan))
 
 
 def sha256(content: str | bytes) -> str:

@@ -1,7 +1,5 @@
 """Dense models: weights and folders, read and written, and bases built from names and plain values, what building takes being counted."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -141,11 +139,7 @@ def test_sizes_come_from_the_data_where_no_arguments_are_saved(tmp_path: Path) -
         ({"architecture": 3}, CheckpointError, "names no architecture"),
         ({"model_args": {"depth": 5}}, ModelError, "missing: blocks.2"),
         ({"model_args": {"pretrained": True}}, ModelError, "may not set pretrained"),
-        (
-            lambda folder: (folder / WEIGHTS_FILE).unlink(),
-            CheckpointError,
-            r"no weights: expected model\.safetensors or pytorch_model",
-        ),
+        (lambda folder: (folder / WEIGHTS_FILE).unlink(), CheckpointError, r"no weights: expected model\.safetensors or pytorch"),
         (shutil.rmtree, CheckpointError, "there is no folder"),
     ],
 )
@@ -226,9 +220,8 @@ def test_names_and_arguments_that_are_refused(base: str, arguments: Any, fact: s
 
 LIMITS = Limits(steps=300, nbytes=1 << 20)
 BYTES, STEPS = "more than 1,048,576 bytes besides its parameters", "300 steps, too much for the tensors that are stored"
-BUILDS: list[tuple[str, Callable[[str], object]]] = [  # some of these are terabytes, which no machine gives
+BUILDS: list[tuple[str, Callable[[str], object]]] = [  # the first is a terabyte, which no machine gives
     (BYTES, lambda device: torch.zeros(1 << 40, device=device)),
-    (BYTES, lambda device: torch.arange(1 << 50, device=device)),
     (BYTES, lambda device: torch.arange(100_000, device=device)[:, None] - torch.arange(100_000, device=device)),
     (BYTES, lambda device: torch.arange(2000, device=device)[:, None].repeat(1, 2000)),
     (BYTES, lambda device: [torch.ones(10_000, device=device) for _ in range(100)]),

@@ -1,7 +1,5 @@
 """Damaged and forged folders: one sentence each, with what was expected and what came, and nothing is run or allocated."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -13,14 +11,14 @@ from typing import Any
 import pytest
 import timm
 import torch
-from torch import nn
 
 import flysurgery
 from flysurgery.checkpoint import is_converted, load
-from flysurgery.checkpoint.folder import FILES
+from flysurgery.checkpoint.files import FILES
 from tests.checkpoint.conftest import CONFIG_FILE, WEIGHTS_FILE, forge, list_tensors, outputs, refused, rewrite, rewrite_config, sha256
 
-FC1 = "blocks.0.mlp.fc1.factors.0"
+FC1_LAYER = "blocks.0.mlp.fc1"
+FC1 = f"{FC1_LAYER}.factors.0"
 NORM = "blocks.0.norm1.weight"
 
 
@@ -81,21 +79,13 @@ def test_damaged_files(name: str, content: Callable[[bytes], bytes] | None, fact
     assert not hasattr(flysurgery, "went_off")
 
 
-def argument(name: str, value: object) -> Any:
-    return lambda plan: plan["base_args"].update({name: value})
-
-
-def layer(**entries: Any) -> Any:
-    return lambda plan: next(layer for layer in plan["layers"] if layer["fqn"] == "blocks.0.mlp.fc1").update(entries)
-
-
 FORGERIES: list[tuple[Any, list[str]]] = [
     (lambda plan: plan.update(base="os:system"), ["vit_pytorch:CLASS", "'os:system'"]),
     (lambda plan: plan.update(base="deit_tiny_distilled_patch16_224"), ["does not fit its plan", "missing: dist_token"]),
-    (argument("checkpoint_path", "/etc/passwd"), ["may not set checkpoint_path"]),
-    (argument("depth", "two"), ["vit_tiny_patch16_224", "cannot be built"]),
-    (argument("depth", 3), ["missing: blocks.2"]),
-    (layer(fqn="norm"), ["norm", "expected an nn.Linear"]),
+    (lambda plan: plan["base_args"].update(checkpoint_path="/etc/passwd"), ["may not set checkpoint_path"]),
+    (lambda plan: plan["base_args"].update(depth="two"), ["vit_tiny_patch16_224", "cannot be built"]),
+    (lambda plan: plan["base_args"].update(depth=3), ["missing: blocks.2"]),
+    (lambda plan: [each.update(fqn="norm") for each in plan["layers"] if each["fqn"] == FC1_LAYER], ["norm", "expected an nn.Linear"]),
     (lambda plan: plan.update(layers=3), ["layers"]),
 ]
 """Changes of the plan, with a hash that matches."""
@@ -107,15 +97,11 @@ CONFIGS: list[tuple[Any, list[str]]] = [
 ]
 
 
-def by_timm(folder: Path) -> nn.Module:
-    return timm.create_model(f"local-dir:{folder}", pretrained=True)
-
-
 CHANGES = [(edit, *case) for edit, cases in ((rewrite, WEIGHTS), (forge, FORGERIES), (rewrite_config, CONFIGS)) for case in cases]
 
 
 @pytest.mark.parametrize(("edit", "change", "facts"), CHANGES)
-@pytest.mark.parametrize("open_it", [load, by_timm])
+@pytest.mark.parametrize("open_it", [load, lambda folder: timm.create_model(f"local-dir:{folder}", pretrained=True)])
 def test_what_was_changed_is_named(edit: Any, change: Any, facts: list[str], open_it: Any, folder: Path) -> None:
     edit(folder, change)
     message = refused(folder, *facts, open_it=open_it)
@@ -132,11 +118,7 @@ def test_is_converted(folder: Path, tmp_path: Path) -> None:
 
 
 def endless(start: bytes) -> Callable[[Path], object]:
-    def make(file: Path) -> None:
-        file.write_bytes(start)
-        os.truncate(file, 3 << 30)
-
-    return make
+    return lambda file: (file.write_bytes(start), os.truncate(file, 3 << 30))
 
 
 SPECIAL: list[tuple[Callable[[Path], object], str, str]] = [

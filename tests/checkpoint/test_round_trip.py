@@ -1,7 +1,5 @@
 """What is loaded gives bit-equal outputs, whatever the model, the dtype and the way, of which timm's own calls and the hub are some."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -9,13 +7,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import timm
+import timm.models._hub
 import torch
 from torch import nn
+from vit_pytorch import ViT
 
 from flysurgery.checkpoint import build_base, load, load_dense, push_to_hub, save
-from flysurgery.checkpoint.folder import FILES
+from flysurgery.checkpoint.files import FILES
 from flysurgery.checkpoint.tensors import unstored_buffers
 from flysurgery.errors import CheckpointError, OptionError
 from flysurgery.surgery import densify, plan_of
@@ -52,6 +53,11 @@ def test_load_is_bit_equal_and_saves_to_the_same_files(converted: Converted, sav
     assert configs[0] == configs[1]
 
 
+def create(folder: Path, **arguments: Any) -> Any:
+    """The model as timm opens it, in eval mode."""
+    return timm.create_model(f"local-dir:{folder}", **{"pretrained": True, **arguments}).eval()
+
+
 def check_round_trip(model: nn.Module, folder: Path) -> nn.Module:
     """Save and load the model, which gives the same outputs bit by bit."""
     save(model, folder / "model")
@@ -70,7 +76,7 @@ def test_families_with_buffers_and_switches_by_load_and_by_timm(name: str, dtype
     before = torch.get_rng_state()
     check_round_trip(model, tmp_path)
     assert torch.equal(torch.get_rng_state(), before), "no random numbers are drawn"
-    assert torch.equal(outputs(timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()), outputs(model))
+    assert torch.equal(outputs(create(tmp_path / "model")), outputs(model))
 
 
 @pytest.mark.parametrize(("dtype", "listed"), [("float16", "F16"), ("bfloat16", "BF16"), ("float64", "F64")])
@@ -136,7 +142,7 @@ def test_data_description_survives(tmp_path: Path) -> None:
     own = {"mean": (0.1, 0.2, 0.3), "crop_pct": 0.75, "label_names": tuple("abcdefg"), "num_classes": 7}
     dense.pretrained_cfg = {**dense.pretrained_cfg, **own}
     save(install_random(dense), tmp_path / "model")
-    for loaded in (load(tmp_path / "model"), timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True)):
+    for loaded in (load(tmp_path / "model"), create(tmp_path / "model")):
         found = loaded.pretrained_cfg
         assert {name: found[name] for name in own} == own and found["input_size"] == (3, 16, 16)
         assert not {"url", "hf_hub_id", "file"} & {name for name, value in found.items() if value}
@@ -149,10 +155,6 @@ def test_options_that_there_are_not(options: dict[str, Any], converted: Converte
     if "dtype" in options:
         with pytest.raises(OptionError, match=f"float16, bfloat16, float32, float64, got {options['dtype']}"):
             save(converted[0], tmp_path / "model", **options)
-
-
-def create(folder: Path, **arguments: Any) -> nn.Module:
-    return timm.create_model(f"local-dir:{folder}", **{"pretrained": True, **arguments}).eval()
 
 
 def test_the_weights_are_the_folder_s_with_other_arguments_and_input_sizes(saved: Path, converted: Converted) -> None:
@@ -177,7 +179,7 @@ def test_new_head(saved: Path, converted: Converted, tmp_path: Path) -> None:
     assert outputs(create(tmp_path / "fine-tuned", num_classes=4)).dtype == torch.bfloat16
 
 
-FIT = [
+FIT: list[tuple[dict[str, Any], str]] = [
     ({"embed_dim": 64}, "with {'embed_dim': 64}: .*the plan says 96x32, the model has 192x64"),
     ({"in_chans": 1}, r"cannot be loaded with {'in_chans': 1}: .*patch_embed.proj.weight is \[32, 3, 8, 8\] instead of \[32, 1"),
     ({"depth": 3}, "with {'depth': 3}: .*missing: blocks.2"),
@@ -188,9 +190,7 @@ FIT = [
 NEVER: list[tuple[dict[str, Any], str]] = [
     ({"nonsense": 1}, "nonsense"),
     ({"norm_layer": nn.LayerNorm}, "norm_layer must be a value that JSON has"),
-    ({"num_classes": "abc"}, "num_classes must be a whole number from 0"),
     ({"num_classes": -1}, "num_classes must be a whole number from 0"),
-    ({"img_size": (16, 16, 16)}, "img_size must be a positive whole number or two"),
     ({"img_size": (0, 16)}, "img_size must be a positive whole number or two"),
     ({"img_size": 2.5}, "img_size=2.5 cannot be given"),
     ({"features_only": True, "out_indices": "abc"}, "cannot be"),
@@ -199,9 +199,7 @@ NEVER: list[tuple[dict[str, Any], str]] = [
 """Arguments that nothing can take, with weights or without."""
 
 
-@pytest.mark.parametrize(
-    ("pretrained", "arguments", "fact"), [(True, *each) for each in (*FIT, *NEVER)] + [(False, *each) for each in NEVER]
-)
+@pytest.mark.parametrize(("pretrained", "arguments", "fact"), [(True, *each) for each in FIT + NEVER] + [(False, *each) for each in NEVER])
 def test_arguments_that_are_refused(pretrained: bool, arguments: dict[str, Any], fact: str, saved: Path) -> None:
     message = refused(saved, open_it=lambda folder: create(folder, pretrained=pretrained, **arguments))
     assert re.search(fact, message), message
@@ -250,9 +248,6 @@ def test_what_timm_saves_may_be_refused(converted: Converted, tmp_path: Path) ->
 
 def test_from_the_hub_and_to_it(saved: Path, converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the hub's own transfers are replaced: a folder that was uploaded is opened by its repository's name."""
-    import huggingface_hub
-    import timm.models._hub
-
     asked: dict[str, Any] = {}
 
     def snapshot_download(repository: str, **options: Any) -> str:
@@ -270,28 +265,26 @@ def test_from_the_hub_and_to_it(saved: Path, converted: Converted, tmp_path: Pat
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("401 Client Error.\nand a long story")
 
+    expected = outputs(converted[0])
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.setattr(timm.models._hub, "download_from_hf", lambda *_, **__: saved / "config.json")
-    model = timm.create_model("hf-hub:someone/vit@v2", pretrained=True).eval()
-    assert torch.equal(outputs(model), outputs(converted[0]))
+    assert torch.equal(outputs(timm.create_model("hf-hub:someone/vit@v2", pretrained=True).eval()), expected)
     assert (asked["repository"], asked["revision"], asked["allow_patterns"]) == ("someone/vit", "v2", list(FILES))
-    assert torch.equal(outputs(load("hf-hub:someone/vit")), outputs(converted[0])) and asked["revision"] is None
+    assert torch.equal(outputs(load("hf-hub:someone/vit")), expected) and asked["revision"] is None
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload_folder)
     address = push_to_hub(converted[0], "hf-hub:someone/vit", private=True, token="secret", dtype="float16")
     assert address == "https://huggingface.co/someone/vit/commit/1"
     assert torch.equal(outputs(load(tmp_path / "uploaded")), outputs(copy.deepcopy(converted[0]).half()))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", refuse)
     with pytest.raises(CheckpointError, match=r"^someone/vit cannot be had from the Hugging Face hub: 401 Client Error$"):
         load("hf-hub:someone/vit@v2")
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", refuse)
     with pytest.raises(CheckpointError, match=r"^the model cannot be pushed to someone/vit: 401 Client Error$"):
         push_to_hub(converted[0], "someone/vit")
 
 
 def test_vit_pytorch_keeps_head_and_size(tmp_path: Path) -> None:
-    from vit_pytorch import ViT
-
     save(install_random(ViT(**VIT_PYTORCH), base="vit_pytorch:ViT", base_args=VIT_PYTORCH), tmp_path / "model")
     create(tmp_path / "model", num_classes=5)
     for arguments in ({"num_classes": 4}, {"img_size": 32}, {"features_only": True}):

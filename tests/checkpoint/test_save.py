@@ -1,7 +1,5 @@
 """Saving: a folder appears complete or not at all, only a checkpoint is replaced, and the card claims no more than is known."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import json
@@ -23,7 +21,7 @@ from torch import nn
 
 from flysurgery.checkpoint import build_base, check_folder, load, save, save_dense, vouch_for_weights
 from flysurgery.checkpoint.config import PROCESSOR
-from flysurgery.checkpoint.folder import FILES, new_folder
+from flysurgery.checkpoint.files import FILES, new_folder
 from flysurgery.errors import CheckpointError
 from flysurgery.fidelity import Fidelity
 from flysurgery.surgery import Report, convert
@@ -163,16 +161,16 @@ def of_base(base: str, **arguments: Any) -> nn.Module:
     return install_random(vit(), base=base, base_args=arguments)
 
 
-def nameless() -> nn.Module:
-    model = vit()
-    model.pretrained_cfg = {}
-    return install_random(model)
-
-
 def changed(change: Callable[[Any], object]) -> nn.Module:
     model = install_random(vit())
     change(model)
     return model
+
+
+def nameless() -> nn.Module:
+    model = vit()
+    model.pretrained_cfg = {}
+    return install_random(model)
 
 
 @pytest.mark.parametrize(
@@ -262,10 +260,10 @@ def test_the_fidelity_is_what_was_measured_last_or_unknown(converted: Converted,
     assert UNKNOWN in card and "Fidelity to the dense model" not in card and "output errors" not in card
     model, report = calibrated
     facts = replace(report, fidelity=FOUND).to_json()
-    card = card_of(tmp_path / "m", model, facts)
     numbers = "output cosine 0.971, token cosine 0.954, relative error 0.250, same top class 50.00%"
-    assert f"- Fidelity to the dense model on 102 held-out samples of calibration data: {numbers}\n" in card and UNKNOWN not in card
     errors = [row.calibration.output_error for row in report.replaced if row.calibration is not None]
+    card = card_of(tmp_path / "m", model, facts)
+    assert f"- Fidelity to the dense model on 102 held-out samples of calibration data: {numbers}\n" in card and UNKNOWN not in card
     assert f"- Relative output errors of the layers as calibrated, on held-out samples: {min(errors):.3f} to {max(errors):.3f}\n" in card
     card = card_of(tmp_path / "m", model, replace(report, fidelity=replace(FOUND, output_cosine=float("nan"))))
     assert "output cosine no number, token cosine 0.954" in card, "JSON has no NaN"

@@ -1,7 +1,5 @@
 """Folders of converted models of transformers: by transformers' own calls, by those of this project, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
