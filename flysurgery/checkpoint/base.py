@@ -1,7 +1,4 @@
-"""Models without their weights: the dense one, built from a name and plain arguments, and the converted one.
-
-Code of timm, torchvision, vit-pytorch and transformers runs, and no other.
-"""
+"""Models without their weights, dense and converted. Code of timm, torchvision, vit-pytorch and transformers runs, and no other."""
 
 import difflib
 import importlib
@@ -223,7 +220,6 @@ def _has_meta_state(model: nn.Module) -> bool:
 
 def _base_of(plan: Plan) -> str:
     if plan.base is None:
-        raise ModelError(
-            "the plan does not say how the dense model is built again, as in base='vit_pytorch:ViT', base_args={'image_size': 224, ...}"
-        )
+        example = "base='vit_pytorch:ViT', base_args={'image_size': 224, ...}"
+        raise ModelError(f"the plan does not say how the dense model is built again, as in {example}")
     return plan.base

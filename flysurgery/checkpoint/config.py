@@ -110,10 +110,9 @@ def describe(model: nn.Module, config: Mapping[str, Any], folder: Path) -> None:
 
 
 def describe_images(model: nn.Module, processor: Mapping[str, Any]) -> None:
-    """Note on a model how its images are scaled and normalized, by the settings of an image processor, if it has such settings.
+    """Note on a model how its images are scaled and normalized, by the settings of an image processor (CheckpointError for bad ones).
 
     The mean and the standard deviation that are noted are those of pixels from 0 to 1, also where the processor scales otherwise.
-    Settings that are no numbers are refused (CheckpointError).
     """
     if not isinstance(processor, Mapping):
         raise _unusable(" must hold a JSON object", processor)
@@ -168,8 +167,7 @@ def vouch_for_weights(model: nn.Module) -> None:
 def data_config(model: nn.Module, base_args: Mapping[str, Any]) -> dict[str, Any]:
     """The ``pretrained_cfg`` of a folder with the model's own weights: what its own says that holds there, and its sizes as they are.
 
-    One that names a source is its architecture's, and the same whether the weights were taken from there or not; its tag and licence
-    are left out.
+    One that names a source is its architecture's, whether or not the weights came from there; its tag and licence are left out.
     """
     own = getattr(model, "pretrained_cfg", None)
     if own is None:

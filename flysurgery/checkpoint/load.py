@@ -109,9 +109,8 @@ def read_model(
         raise CheckpointError(f"there is no folder {folder}")
     config = read_config(folder)
     if not (folder / WEIGHTS).exists() and (folder / PICKLE).exists():
-        raise CheckpointError(
-            f"{folder} has its weights in {PICKLE}, a pickle, which is not opened; save them with safe_serialization=True"
-        )
+        advice = "save them with safe_serialization=True"
+        raise CheckpointError(f"{folder} has its weights in {PICKLE}, a pickle, which is not opened; {advice}")
     with open_tensors(folder / WEIGHTS) as file:
         if is_of_transformers(config) and SCHEMA_KEY not in file.metadata:
             model = _read_by_transformers(config, file, place, wanted)
@@ -182,10 +181,8 @@ def _listed(file: TensorFile) -> dict[str, list[str]]:
     if SCHEMA_KEY not in metadata:
         raise CheckpointError(f"{where} is no flysurgery checkpoint: its header has no {SCHEMA_KEY}; dense models are loaded with timm")
     if metadata[SCHEMA_KEY] != SCHEMA:
-        raise CheckpointError(
-            f"{where} has schema {metadata[SCHEMA_KEY]}, this version reads schema {SCHEMA}; "
-            f"use flysurgery {metadata.get('version', 'of the version that wrote it')}"
-        )
+        wanted = f"use flysurgery {metadata.get('version', 'of the version that wrote it')}"
+        raise CheckpointError(f"{where} has schema {metadata[SCHEMA_KEY]}, this version reads schema {SCHEMA}; {wanted}")
     lacking = [key for key in ("plan_sha256", "tensors", "tensors_sha256") if key not in metadata]
     if lacking:
         raise CheckpointError(f"{where} is damaged: its header has no {', '.join(lacking)}")
@@ -206,17 +203,14 @@ def _check_listed(file: TensorFile, listed: Mapping[str, list[str]], *, verify: 
     dtypes = {name: SAFETENSORS_DTYPES.get(dtype) for name, (dtype, _) in listed.items()}
     for name in (*file.dtypes, *dtypes):
         if file.dtypes.get(name) != dtypes.get(name):
-            raise CheckpointError(
-                f"{file.path} is damaged: its header lists {name} as {dtypes.get(name)}, and it is {file.dtypes.get(name)}"
-            )
+            differs = f"its header lists {name} as {dtypes.get(name)}, and it is {file.dtypes.get(name)}"
+            raise CheckpointError(f"{file.path} is damaged: {differs}")
     found = sha256_of_each(listed, file.window) if verify else {}
     wrong = [name for name, sha256 in found.items() if sha256 != listed[name][1]]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise CheckpointError(
-            f"{file.path} is damaged or was changed: the data of {wrong[0]}{more} do not match their hash; "
-            "copy it again, or load it as it is with verify=False"
-        )
+        advice = "copy it again, or load it as it is with verify=False"
+        raise CheckpointError(f"{file.path} is damaged or was changed: the data of {wrong[0]}{more} do not match their hash; {advice}")
 
 
 def _fill(model: nn.Module, file: TensorFile, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -283,9 +277,8 @@ def _folder(config: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
     if config.get("source") == "hf-hub" and config.get("hf_hub_id"):
         return downloaded(str(config["hf_hub_id"]), cache_dir)
     if not config.get("file"):
-        raise CheckpointError(
-            f"{ENTRY_POINT} has no weights of its own; name a folder, as in timm.create_model('local-dir:DIR', pretrained=True)"
-        )
+        advice = "name a folder, as in timm.create_model('local-dir:DIR', pretrained=True)"
+        raise CheckpointError(f"{ENTRY_POINT} has no weights of its own; {advice}")
     return Path(config["file"])
 
 

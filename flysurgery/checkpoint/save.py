@@ -254,7 +254,7 @@ def _stored(buffer: Tensor, dtype: torch.dtype | None) -> tuple[torch.dtype, byt
 
 def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str, config: Mapping[str, Any]) -> str:
     """The text of ``README.md``; ``config`` is the folder's ``config.json``."""
-    plan = replace(plan, base=plan.base and without_tag(plan.base))  # which is there even where the weights came from elsewhere
+    plan = replace(plan, base=plan.base and without_tag(plan.base))  # it is there even for weights from elsewhere
     library = "transformers" if (plan.base or "").startswith(TRANSFORMERS) else "timm"
     return CARD.format(
         name=name,

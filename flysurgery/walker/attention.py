@@ -134,9 +134,9 @@ def _view(parameter: nn.Parameter, rows: slice) -> nn.Parameter:
 def separated(model: nn.Module, linears: Iterable[str] | None = None) -> dict[str, SeparateAttention]:
     """New modules for the attentions of ``model``, under all names that these have; the model stays as it is.
 
-    With ``linears`` for those that must be separate so that these linears are there, and called: an attention's own, and those beside
-    it in an ``nn.TransformerEncoderLayer``, which reads their weights otherwise. Attentions stay together that have hooks,
-    parametrizations or a forward of their own, that add keys and values, that share a parameter with another module, or are the model.
+    With ``linears`` for those that must be separate so that these are there, and called: an attention's own, and those beside it in an
+    ``nn.TransformerEncoderLayer``, which reads their weights otherwise. Attentions stay together that have hooks, parametrizations or a
+    forward of their own, that add keys and values, that share a parameter with another module, or are the model.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))

@@ -15,8 +15,7 @@ class Cut:
     """A tensor that every later layer depends on, and nothing else does: what module ``fqn`` is given, or what it gives.
 
     ``shape`` is that of the example. ``kind`` is "start" for the last cut before the first linear of attention or of a feed-forward part,
-    "block" for the stream after a block of the two, "tokens" for the last tensor with tokens, after a norm where there is one; every
-    other cut is "other".
+    "block" for the stream after a block of the two, "tokens" for the last tensor with tokens, after a norm where there is one.
     """
 
     fqn: str
@@ -28,9 +27,8 @@ class Cut:
 def find_cuts(seen: Survey) -> tuple[Cut, ...]:
     """The cuts of a traced model at which a module begins or ends, in the order of execution.
 
-    A value is live from the operator that makes it to the last one that reads it. Where only one value that depends on the input is
-    live, it is a cut. Blocks follow from the roles of the linears between the cuts, not from names. A model whose values all live on,
-    such as one with long skip connections, has few cuts or none.
+    Where only one value that depends on the input is still to be read, it is a cut. Blocks follow from the roles of the linears between
+    the cuts, not from names. A model whose values are all read late, such as one with long skip connections, has few cuts or none.
     """
     nodes = list(seen.trace.graph.nodes)
     place = {node: index for index, node in enumerate(nodes)}

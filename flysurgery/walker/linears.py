@@ -176,10 +176,7 @@ _ATTRIBUTE = "qkv_bias_separate"
 
 
 def set_switches(double: nn.Module) -> dict[str, Switch]:
-    """Set the switches of a ``shadow`` whose parents read a weight without; returns them by the linear's name.
-
-    Whether they do what they promise must show in a trace made afterwards.
-    """
+    """Set the switches of a ``shadow`` whose parents read a weight without, and give them by the linear's name; a trace must show it."""
     switches = {}
     for fqn, parent in double.named_modules():
         if hasattr(parent, _ATTRIBUTE) and getattr(parent, "q_bias", None) is not None:  # without that bias there is nothing to switch

@@ -11,8 +11,8 @@ from flysurgery.walker.linears import PARTS, ROLES, Target
 def block_names(targets: Iterable[Target]) -> tuple[str, ...]:
     """Names of the model's blocks, in the order of execution: block 0 is the first.
 
-    A block is the smallest numbered module (``blocks.3``, ``layers.0.blocks.1``) that holds linears of attention and of a
-    feed-forward block; in a model that has no such module, the smallest numbered one that holds several linears of either.
+    A block is the smallest numbered module (``blocks.3``, ``layers.0.blocks.1``) that holds linears of attention and of a feed-forward
+    part; in a model that has no such module, the smallest numbered one that holds several linears of either.
     """
     members: dict[str, list[Target]] = {}
     for target in targets:

@@ -85,9 +85,9 @@ def isolated(double: nn.Module) -> Iterator[None]:
 
 
 def _clear_caches(model: nn.Module) -> None:
-    """Empty the ``functools`` caches of the model's classes, and beside them: a cached fake tensor would spoil later real forwards.
+    """Empty the ``functools`` caches of the model's classes, and beside them, also where transformers wraps them.
 
-    transformers wraps such caches, so functions inside of functions are looked at too.
+    A cached fake tensor would spoil later real forwards.
     """
     classes = {found for module in model.modules() for found in type(module).__mro__}
     names = {found.__module__ for found in classes if not found.__module__.startswith("torch.")}
@@ -160,10 +160,7 @@ def _left_out(model: nn.Module, example: tuple[Any, ...]) -> str:
 
 
 def trace(double: nn.Module, example: tuple[Any, ...]) -> Trace:
-    """Export the forward pass of a ``shadow`` for the example's shapes; nothing is computed, and no weight is copied.
-
-    Where the exporter cannot follow the model, a WalkError holds the exporter's own reason.
-    """
+    """Export the forward pass of a ``shadow`` for the example's shapes, or raise a WalkError with the exporter's own reason."""
     # imported here: they take about a second, which the rest of the package need not wait for
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.export import export
@@ -196,10 +193,7 @@ def run_fake(double: nn.Module, example: tuple[Any, ...]) -> Any:
 
 
 def _forget_sources(mode: Any) -> None:
-    """Empty the maps from real tensors to fake ones, those of the exporter included.
-
-    ``torch.utils.swap_tensors``, by which ``to`` and ``load_state_dict`` may work, refuses parameters that these refer to.
-    """
+    """Empty the maps from real tensors to fake ones, the exporter's too: ``torch.utils.swap_tensors`` refuses what is in them."""
     from torch.fx.experimental import proxy_tensor
 
     converter = mode.fake_tensor_converter.meta_converter
