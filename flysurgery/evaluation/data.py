@@ -1,7 +1,5 @@
 """Images prepared for one model: digits, fractals, folders; with their classes, or without them to calibrate with."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,10 +60,7 @@ class ImageData:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a model wants of its images: their size, and the mean and standard deviation to normalize each channel by.
-
-    ``config`` holds these and the interpolation and crop, as timm's transforms take them.
-    """
+    """What a model wants of its images, also as ``config`` for timm's transforms; ``mean`` and ``std`` normalize each channel."""
 
     channels: int
     height: int
@@ -91,8 +86,7 @@ class Preparation:
 def preparation(model: nn.Module) -> Preparation:
     """Find the input size that the model takes, and the normalization that its ``pretrained_cfg`` names, or else timm's default.
 
-    Raises:
-        DataError: the model takes something else than images.
+    Raises DataError where the model takes something else than images.
     """
     try:
         example = example_input(model)
@@ -118,13 +112,11 @@ def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
 def load_data(name: str | Path, model: nn.Module) -> ImageData:
     """Load the data set ``name``, prepared for ``model``, whose weights may be on the meta device.
 
-    "digits" is the held-out third of scikit-learn's digits: 599 handwritten digits of 8x8 pixels, resized to the
-    model's input. "fractals" is computed where the model is, in as many classes as it has: 50 held-out images of each.
-    Anything else is a folder with one folder of images for each class, prepared as timm does for the model's
-    ``pretrained_cfg``; the classes are numbered in the order of their names.
+    "digits" is the held-out third of scikit-learn's digits: 599 of 8x8 pixels, resized to the model's input. "fractals" is computed where
+    the model is, in as many classes as it has: 50 held-out images of each. Anything else is a folder with one folder of images for each
+    class, prepared as timm does for the model's ``pretrained_cfg``; the classes are numbered in the order of their names.
 
-    Raises:
-        DataError: the data are not there or cannot be read, or have another number of classes than the model.
+    Raises DataError where the data are not there or cannot be read, or have another number of classes than the model.
     """
     wanted, classes = preparation(model), classes_of(model)
     if str(name) in MADE:
@@ -156,11 +148,8 @@ def made(name: str, part: Part, model: nn.Module, wanted: Preparation) -> Tensor
 def digits(part: Part, size: tuple[int, int], *, mean: Sequence[float], std: Sequence[float]) -> TensorDataset:
     """Give two thirds of scikit-learn's 1797 digits for training, or the held-out third, as pairs of an image and its class.
 
-    Images are scaled to [0, 1], resized bilinearly from 8x8 to ``size``, given one equal channel for each ``mean``, and
-    normalized. They are float32 of shape (channels, height, width).
-
-    Raises:
-        DataError: scikit-learn is not installed.
+    Images, float32 of shape (channels, height, width), are scaled to [0, 1], resized bilinearly from 8x8 to ``size``, given one equal
+    channel for each ``mean``, and normalized. Raises DataError without scikit-learn.
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998.
     """
@@ -181,10 +170,10 @@ def digits(part: Part, size: tuple[int, int], *, mean: Sequence[float], std: Seq
 def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None = None, pictures: bool = False) -> Samples:
     """Take ``samples`` images of the data set ``name``, prepared for ``model``, whose weights may be on the meta device.
 
-    "digits" and "fractals" are the parts of these that ``load_data`` does not measure on. A folder may hold images at any depth; what
-    its folders are called does not matter. Images that cannot be read are left out, and named in ``Samples.skipped``. The
-    images are spread evenly over the sorted names. By default 512 are taken, or as many as there are. With ``pictures`` those of a folder
-    are kept in full as well, at up to twice the model's input, to take views of them.
+    "digits" and "fractals" are the parts of these that ``load_data`` does not measure on. A folder may hold images at any depth; they are
+    taken evenly from its sorted names. Those that cannot be read are left out, and named in ``Samples.skipped``. By default 512 are
+    taken, or as many as there are. With ``pictures`` those of a folder are kept in full as well, at up to twice the model's input, to take
+    views of them.
 
     Raises:
         DataError: there is no such data set, it has fewer readable images than ``samples``, or fewer than two, or all are of one colour.
@@ -202,20 +191,12 @@ def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None 
 
 
 def load_unseen(name: str | Path, model: nn.Module, *, samples: int | None = None) -> Samples:
-    """Load images to compare models on, prepared for ``model``: of "digits" and "fractals" those that calibration does not take.
-
-    Anything else is a folder of images at any depth. Takes ``samples`` of them, by default 512 or as many as there are.
-
-    Raises:
-        DataError: there is no such data set, it has fewer readable images than ``samples``, or fewer than two, or all are of one colour.
-        OptionError: ``samples`` below 2.
-    """
+    """Load images to compare models on, as ``load_calibration``, but of "digits" and "fractals" those that it does not take."""
     if str(name) not in MADE:
         return load_calibration(name, model, samples=samples)
     wanted = preparation(model)
     dataset = made(str(name), "held-out", model, wanted)
-    count = samples if samples is not None else min(len(dataset), DEFAULT_SAMPLES)
-    return replace(samples_of(dataset, count=count, shape=wanted.shape), name=str(name))
+    return replace(samples_of(dataset, count=samples, shape=wanted.shape), name=str(name))
 
 
 def _unlabelled_folder(folder: Path, wanted: Preparation, samples: int | None, *, pictures: bool) -> Samples:

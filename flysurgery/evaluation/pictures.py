@@ -1,7 +1,5 @@
 """Pictures in files: how they are found and read, and data sets of them."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -31,20 +29,13 @@ MOST_SKIPPED = 10
 
 
 class PictureSet(Dataset[Any]):
-    """Pairs of a picture, which ``read`` makes of an item, and its class. timm's loader sets ``transform``.
+    """Pairs of a picture, which ``read`` makes of an item, and its class, of ``classes`` (0: no labels). timm's loader sets ``transform``.
 
-    If it ``skips``, the next picture is taken in place of one that cannot be read, with a warning, as by timm's own data sets.
-    ``classes`` counts the classes; 0 without labels.
+    If it ``skips``, the next picture is taken in place of one that cannot be read, with a warning.
     """
 
     def __init__(
-        self,
-        items: Sequence[tuple[Any, int]],
-        read: Callable[[Any], Any],
-        classes: int,
-        transform: Any = None,
-        *,
-        skips: bool = False,
+        self, items: Sequence[tuple[Any, int]], read: Callable[[Any], Any], classes: int, transform: Any = None, *, skips: bool = False
     ) -> None:
         self._items, self._read, self.classes, self.transform, self._skips = items, read, classes, transform, skips
 

@@ -1,11 +1,9 @@
 """How close a converted model's outputs are to the dense model's, and how to bring them closer."""
 
-from flysurgery.fidelity.ahead import made_ahead
-from flysurgery.fidelity.captured import Captured
-from flysurgery.fidelity.copies import Copied
+from flysurgery.fidelity.captured import Captured, made_ahead
 from flysurgery.fidelity.measure import ENOUGH, Fidelity, measure_fidelity
 from flysurgery.fidelity.optimizer import Muon, parameter_groups
-from flysurgery.fidelity.reconstruction import Progress, Reconstruction, reconstruct
+from flysurgery.fidelity.reconstruction import Copied, Progress, Reconstruction, reconstruct
 from flysurgery.fidelity.settings import OUTPUT_WEIGHT, REACH, VIEWS, Settings, affordable, moments, rate_for
 from flysurgery.fidelity.stream import Pull, Stream, relative_error
 from flysurgery.fidelity.views import views

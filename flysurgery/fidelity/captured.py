@@ -1,10 +1,10 @@
-"""Updates as a CUDA graph: the host launches one graph in place of some thousand kernels."""
-
-from __future__ import annotations
+"""What keeps a GPU busy: updates as a CUDA graph, in place of some thousand launches, and batches made beside the update before theirs."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch.autograd.graph import increment_version
 
 WARM_UP = 3
 """Updates that are made one launch at a time before the capture, so that all that an update keeps is there."""
+
+Batch = TypeVar("Batch", bound=tuple[Tensor, ...])
 
 
 class Captured:
@@ -68,7 +70,9 @@ class Captured:
             torch.cuda.synchronize()  # a capture sets random numbers back on its own stream, which a replay may not overtake
         except RuntimeError:  # something else than a wait, such as a library that allocates memory of its own
             self._can_capture = False
-            _end_failed_capture()
+            # a capture that succeeds: after one that failed, PyTorch's generator draws nothing outside of graphs
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                torch.zeros((), device="cuda")
             return
         self._graph, self._batch, self._result = graph, held, result
 
@@ -87,7 +91,36 @@ def _noting_waits() -> Iterator[list[str]]:
     waits += [text for each in found if "synchronizing CUDA operation" in (text := str(each.message))]
 
 
-def _end_failed_capture() -> None:
-    """Make a capture that succeeds: after one that failed, PyTorch's generator counts as captured, and draws nothing outside of graphs."""
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.zeros((), device="cuda")
+def made_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Batch, None, None]:
+    """Give the same batches; on CUDA each is made on a stream of its own while the update of the one before runs.
+
+    Pictures and their views are made by hundreds of small kernels, which leave most of a GPU idle. Takes memory for one batch more, and
+    draws from the generators one batch earlier. A batch is used on the stream that is current when it is asked for, until the next one is.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    side = _stream_of(device)
+
+    def make() -> Batch | None:
+        # Behind all uses of the memory that earlier batches left; and beside one update, not beside all that are queued.
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            return next(batches, None)
+
+    try:
+        batch = make()
+        while batch is not None:
+            torch.cuda.current_stream(device).wait_stream(side)
+            following = make()
+            yield batch
+            batch = following
+    finally:
+        if not torch.cuda.is_current_stream_capturing():  # as where it is left to the garbage collector
+            torch.cuda.current_stream(device).wait_stream(side)  # what the last batch is made from may be freed now
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all batches of a device, as memory is kept for each stream."""
+    return torch.cuda.Stream(device)

@@ -1,7 +1,5 @@
 """Measures how close a model's outputs are to those of the dense model: end to end, and block by block, without labels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,13 +21,12 @@ ENOUGH = 0.9
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Means over ``samples`` samples that nothing was fitted to; 1 is the dense model itself, 0 for errors.
+    """Means over ``samples`` samples that nothing was fitted to; of the dense model itself cosines are 1 and errors 0.
 
-    ``output_cosine`` is that of the model's result: pooled features, or the scores of a classifier. ``token_cosine`` is that of the
-    last tokens, without the class token and registers; None where the model does not end with tokens. ``relative_error`` is
-    ``sqrt(sum|y' - y|² / sum|y|²)`` of the last tokens, or of the output where there are none. ``agreement`` is the share of
-    samples with the same top class; None where the output is not scores. ``blocks`` has the error in sequence after each block,
-    ``sqrt(sum|x' - x|² / sum|x - mean x|²)``, with the mean over samples and tokens.
+    ``output_cosine`` is of pooled features, or of a classifier's scores. ``token_cosine`` is of the last tokens, without the class token
+    and registers; None where there are none. ``relative_error`` is ``sqrt(sum|y' - y|² / sum|y|²)`` of the last tokens, or else of the
+    output. ``agreement`` is the share of samples with the same top class; None where the output is not scores. ``blocks`` has the error
+    after each block, ``sqrt(sum|x' - x|² / sum|x - mean x|²)``, with the mean over samples and tokens.
     """
 
     samples: int
@@ -49,7 +46,7 @@ class Fidelity:
     def is_enough(self) -> bool:
         return self.lowest_cosine >= ENOUGH
 
-    def is_better_than(self, best: Fidelity, start: Fidelity) -> bool:
+    def is_better_than(self, best: "Fidelity", start: "Fidelity") -> bool:
         """Say whether the relative error is below that of ``best``, and no cosine below the lowest one of ``start``."""
         return self.relative_error < best.relative_error and not self.lowest_cosine < start.lowest_cosine
 

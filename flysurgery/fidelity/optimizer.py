@@ -1,8 +1,6 @@
 """An optimizer whose steps are shares of a parameter's size: orthogonal steps for factors and matrices, Adam's for everything else."""
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,8 +1,6 @@
 """Several processes that fit one model: what they agree on, and the mean of their gradients."""
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,21 +1,21 @@
 """Fit all blocks of a converted model to the dense model's, and keep the state that is best on held-out samples."""
 
-from __future__ import annotations
-
+# pyright: reportPrivateImportUsage=false
+import copy
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flysurgery.calibration import Samples, unchanged_state
 from flysurgery.errors import DataError, SurgeryError
-from flysurgery.fidelity.ahead import made_ahead
-from flysurgery.fidelity.captured import WARM_UP, Captured
-from flysurgery.fidelity.copies import Copied, HalfCopy, learning, precision
+from flysurgery.fidelity.captured import WARM_UP, Captured, made_ahead
 from flysurgery.fidelity.measure import Fidelity, first_tensor, measure_fidelity
 from flysurgery.fidelity.optimizer import Muon, parameter_groups
 from flysurgery.fidelity.processes import connected
@@ -24,92 +24,6 @@ from flysurgery.fidelity.stream import Pull, Stream, relative_error
 from flysurgery.fidelity.views import Source
 from flysurgery.inference import fuse
 from flysurgery.walker import Cut
-
-
-class Step(ExitStack):
-    """Makes updates of ``student`` towards ``teacher``; on CUDA an update is one graph that is replayed, in bfloat16.
-
-    There copies of both models in bfloat16 do the work, by fused modules where these are faster, and the student's own parameters, in
-    float32, take the steps. Before each step ``average`` changes their gradients in place. ``rate`` is the highest one. After the time
-    ``fuses_until`` no model is fused.
-    """
-
-    def __init__(
-        self,
-        student: nn.Module,
-        teacher: nn.Module,
-        source: Source,
-        cuts: Sequence[Cut],
-        rate: float,
-        average: Callable[[Sequence[Tensor]], None],
-        fuses_until: float,
-    ) -> None:
-        super().__init__()
-        device = next(student.parameters()).device
-        self._parameters = learning(student)
-        self._half = HalfCopy(student) if device.type == "cuda" else None
-        self._student = student if self._half is None else self._half.model
-        self._teacher = teacher if self._half is None else HalfCopy(teacher).model
-        self._views, self._fuses_until = made_ahead(iter(lambda: (source.draw(),), ()), device), fuses_until
-        self._precision: AbstractContextManager[object] = nullcontext()
-        self._highest, self._average = rate, average
-        self._rate, self._taught = torch.zeros((), device=device), torch.zeros((), device=device)
-        self._optimizer = Muon([{**group, "lr": self._rate} for group in parameter_groups(student)])
-        used = [cut for cut in cuts if cut.kind != "other"]
-        self._theirs = Stream(self._teacher, used)
-        self._mine = Pull(self._student, self._theirs.values, used, REACH)
-        self._mine.taught = self._taught
-        self._captured = Captured(self._parameters, captures=self._half is not None)
-
-    def __enter__(self) -> Step:
-        self.callback(self._captured.forget)
-        self.callback(self._views.close)
-        if self._half is not None:
-            x = self._drawn()
-            self._precision = precision((self._student, self._teacher), x)
-            for model, training in ((self._student, "captured"), (self._teacher, False)):
-                if isinstance(self._precision, nullcontext) and perf_counter() < self._fuses_until:
-                    fuse(model, x, training=training)
-        self.enter_context(self._theirs)
-        self.enter_context(self._mine)
-        return self
-
-    def _drawn(self) -> Tensor:
-        """Draw the views of an update, in the dtype of the models that do the work."""
-        (views,) = next(self._views)
-        return views if self._half is None else views.bfloat16()
-
-    def update(self, share: float = 0.0, taught: float = 0.0) -> Tensor:  # shape: ()
-        """Make one update at this share of the highest rate, with this share of the entries between blocks taken from the teacher.
-
-        Gives the error of what the model returned.
-        """
-        self._rate.fill_(share * self._highest)
-        self._taught.fill_(taught)
-        return self._captured(self._once, self._drawn())
-
-    def warm_up(self) -> None:
-        """Make updates at a rate of zero, until all is there that an update keeps, and on CUDA an update is a graph."""
-        for _ in range(1 if self._half is None else WARM_UP + 1):
-            self.update()
-
-    def _once(self, x: Tensor) -> Tensor:  # shape: ()
-        with self._precision:
-            with torch.no_grad():
-                wanted = first_tensor(self._teacher(x))
-            with torch.enable_grad():
-                given = first_tensor(self._student(x))
-        error, difference, scale = relative_error(given.detach(), wanted)
-        given.backward((difference * (OUTPUT_WEIGHT * scale)).to(given.dtype))
-        if self._half is not None:
-            self._half.give_gradients()
-        self._average([each.grad for each in self._parameters if each.grad is not None])
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        if self._half is not None:
-            self._half.take_values()
-        return error
-
 
 Progress = Callable[[int, int, str], None]
 """Called after each step with the number done, the number of all, and a short text: a layer's name, or the error."""
@@ -125,6 +39,152 @@ APART = 1_000_003
 
 SLACK = 0.1
 """The share of the budget by which a run may be late; beyond it the schedule follows the clock."""
+
+
+class Copied:
+    """The parameters and buffers of ``model`` as they are now; where weights are shared out, this process's parts of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._values = [each.clone() for each in _tensors(model)]
+
+    @torch.no_grad()
+    def take(self) -> None:
+        for mine, theirs in zip(self._values, _tensors(self._model), strict=True):
+            mine.copy_(theirs)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for mine, theirs in zip(self._values, _tensors(self._model), strict=True):
+            theirs.copy_(mine)
+
+    def save(self, file: Path) -> None:
+        torch.save([each.cpu() for each in self._values], file)
+
+    def load(self, file: Path) -> None:
+        for mine, kept in zip(self._values, torch.load(file, weights_only=True), strict=True):
+            mine.copy_(kept)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    return [(each.to_local() if hasattr(each, "to_local") else each).detach() for each in tensors]
+
+
+class HalfCopy:
+    """A copy of ``original`` in bfloat16 that does the work of an update, while the original's parameters take the step.
+
+    It takes half the memory traffic of autocast, which casts weights at every use.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        self.model = copy.deepcopy(original).bfloat16()
+        self._theirs, self._mine = learning(original), learning(self.model)
+
+    def give_gradients(self) -> None:
+        """Move the gradients to the original's parameters, in their dtype."""
+        pairs = zip(self._theirs, self._mine, strict=True)
+        used = [(theirs, mine, mine.grad) for theirs, mine in pairs if mine.grad is not None]
+        gradients = [torch.empty_like(theirs) for theirs, _, _ in used]
+        torch._foreach_copy_(gradients, [gradient for _, _, gradient in used])
+        for (theirs, mine, _), gradient in zip(used, gradients, strict=True):
+            theirs.grad, mine.grad = gradient, None
+
+    @torch.no_grad()
+    def take_values(self) -> None:
+        """Take the values of the original's parameters that learn."""
+        torch._foreach_copy_(self._mine, self._theirs)
+
+
+def learning(model: nn.Module) -> list[Tensor]:
+    """List the parameters that require gradients."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@torch.no_grad()
+def precision(models: Sequence[nn.Module], x: Tensor) -> AbstractContextManager[object]:
+    """Choose what to run models in bfloat16 under: nothing, or autocast where a forward mixes dtypes and fails without it."""
+    try:
+        for model in models:
+            model(x)
+    except RuntimeError:
+        return torch.autocast(x.device.type, torch.bfloat16)
+    return nullcontext()
+
+
+@contextmanager
+def updating(
+    student: nn.Module,
+    teacher: nn.Module,
+    source: Source,
+    cuts: Sequence[Cut],
+    rate: float,
+    average: Callable[[Sequence[Tensor]], None],
+    fuses_until: float,
+) -> Iterator[Callable[..., Tensor]]:
+    """Give a function that makes one update of ``student`` towards ``teacher``; on CUDA an update is one graph that is replayed.
+
+    There copies of both models in bfloat16 do the work, by fused modules where these are faster, and the student's own parameters, in
+    float32, take the steps. Before each step ``average`` changes their gradients in place. ``rate`` is the highest one. After the time
+    ``fuses_until`` no model is fused.
+    """
+    device, parameters = next(student.parameters()).device, learning(student)
+    half = HalfCopy(student) if device.type == "cuda" else None
+    mine, theirs = (student, teacher) if half is None else (half.model, HalfCopy(teacher).model)
+    made = made_ahead(iter(lambda: (source.draw(),), ()), device)
+    chosen_precision: AbstractContextManager[object] = nullcontext()
+    current_rate, current_taught = torch.zeros((), device=device), torch.zeros((), device=device)
+    optimizer = Muon([{**group, "lr": current_rate} for group in parameter_groups(student)])
+    used = [cut for cut in cuts if cut.kind != "other"]
+    wanted_stream = Stream(theirs, used)
+    pull = Pull(mine, wanted_stream.values, used, REACH)
+    pull.taught = current_taught
+    captured = Captured(parameters, captures=half is not None)
+
+    def drawn() -> Tensor:
+        (x,) = next(made)
+        return x if half is None else x.bfloat16()
+
+    def once(x: Tensor) -> Tensor:  # shape: ()
+        with chosen_precision:
+            with torch.no_grad():
+                wanted = first_tensor(theirs(x))
+            with torch.enable_grad():
+                given = first_tensor(mine(x))
+        error, difference, scale = relative_error(given.detach(), wanted)
+        given.backward((difference * (OUTPUT_WEIGHT * scale)).to(given.dtype))
+        if half is not None:
+            half.give_gradients()
+        average([each.grad for each in parameters if each.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if half is not None:
+            half.take_values()
+        return error
+
+    def update(share: float = 0.0, taught: float = 0.0) -> Tensor:  # shape: ()
+        """Make one update at this share of the highest rate, with this share of the entries between blocks taken from the teacher.
+
+        Gives the error of what the model returned.
+        """
+        current_rate.fill_(share * rate)
+        current_taught.fill_(taught)
+        return captured(once, drawn())
+
+    with ExitStack() as opened:
+        opened.callback(captured.forget)
+        opened.enter_context(closing(made))
+        if half is not None:
+            x = drawn()
+            chosen_precision = precision((mine, theirs), x)
+            for model, training in ((mine, "captured"), (theirs, False)):
+                if isinstance(chosen_precision, nullcontext) and perf_counter() < fuses_until:
+                    fuse(model, x, training=training)
+        opened.enter_context(wanted_stream)
+        opened.enter_context(pull)
+        for _ in range(1 if half is None else WARM_UP + 1):  # until all is there that an update keeps, and on CUDA an update is a graph
+            update()
+        yield update
 
 
 @dataclass(frozen=True)
@@ -206,17 +266,16 @@ def reconstruct(
             source = Source(samples.to_view(), settings.batch, device)
             torch.manual_seed(settings.seed + APART * processes.rank)
             rate, until = rate_for(before.relative_error, settings.rate), started + settings.fusing_seconds
-            with Step(student, teacher, source, cuts, rate, processes.average, until) as step:
-                step.warm_up()
+            with updating(student, teacher, source, cuts, rate, processes.average, until) as update:
                 left = 60 * settings.minutes - (perf_counter() - started)
-                updates = affordable(step.update, left, processes.agreed)
+                updates = affordable(update, left, processes.agreed)
                 source.expect(updates * settings.batch * processes.count)
                 looks = moments(updates, LOOKS)
                 for done in range(1, updates + 1):
                     # a machine that becomes slower still ends in time
                     spent = processes.agreed((perf_counter() - started) / (60 * settings.minutes))
                     share = min(1.0, max(done / (updates + 1), spent - SLACK))
-                    step.update(_share(share), TAUGHT * (1 - share))
+                    update(_share(share), TAUGHT * (1 - share))
                     ends = spent - SLACK >= 1
                     if done in looks or ends:
                         found = judged()

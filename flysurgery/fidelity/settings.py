@@ -1,7 +1,5 @@
 """The settings of a fit to the dense model, apart from models and samples, and its length. Fine-tuning with a teacher uses the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -59,7 +57,7 @@ class Settings:
     seed: int = 0
 
     @classmethod
-    def on(cls, device: torch.device, minutes: float | None = None, seed: int = 0) -> Settings:
+    def on(cls, device: torch.device, minutes: float | None = None, seed: int = 0) -> "Settings":
         """Choose the settings for a device, with its default budget where no minutes are given."""
         kind = device.type if device.type in MINUTES else "cpu"
         return cls(MINUTES[kind] if minutes is None else minutes, VIEWS[kind], seed=seed)

@@ -1,7 +1,5 @@
 """The tensors at a model's cuts while it runs: kept, and pulled towards those of another model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """Views of pictures to fit with: random crops, mirrored and mixed, made on the device that fits, and where it finds the pictures."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

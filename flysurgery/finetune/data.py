@@ -1,16 +1,15 @@
 """Which images train and which are held out: digits, fractals, folders with and without classes, timm's data sets."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
+from timm.data.dataset_factory import create_dataset
 from torch import Tensor, nn
 
 from flysurgery.calibration import Pictures, main_output, unchanged_state
@@ -27,17 +26,17 @@ from flysurgery.evaluation.pictures import (
     read_many,
     unlabelled_pictures,
 )
-from flysurgery.finetune.batches import Batches, Process, generated_batches, loaded_batches, viewed_batches
+from flysurgery.finetune.batches import Batches, generated_batches, loaded_batches, viewed_batches
 from flysurgery.finetune.settings import Settings
 from flysurgery.surgery import classes_of
 from flysurgery.walker import example_input
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 _logger = logging.getLogger(__name__)
 
-LEVELS = 255
-
-TRAIN = ("train", "training")
-HELD_OUT = ("val", "validation", "eval", "test")
+TRAIN, HELD_OUT = ("train", "training"), ("val", "validation", "eval", "test")
 """Names of the folders that hold the two parts of a data set."""
 
 ASIDE = 10
@@ -54,15 +53,12 @@ MOST_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class TrainingData:
-    """A data set by name; ``open`` gives this process its share of the batches, once it is known where it runs.
-
-    Where ``labelled`` is false, the classes that come with the images mean nothing.
-    """
+    """A data set by name; ``open`` gives this process its share of the batches. Classes mean nothing where it is not ``labelled``."""
 
     name: str
     num_classes: int
     samples: int
-    open: Callable[[Process], Batches]
+    open: "Callable[[Accelerator], Batches]"
     labelled: bool = True
 
 
@@ -71,25 +67,24 @@ def training_data(
 ) -> TrainingData:
     """Find the training images ``name``, prepared for ``model``.
 
-    "digits": two thirds of scikit-learn's. "fractals": generated on the device as they are needed, never the same twice, in as
-    many classes as the model has. A folder that holds one folder of images for each class, itself or its ``train``. A name with a
-    slash and no such folder is one of timm's data sets under ``root``, such as ``torch/cifar10`` or ``hfds/NAME``, split "train". In
-    place of an image that cannot be read the next one is taken, with a warning that names it, up to ten times in a row.
+    "digits": two thirds of scikit-learn's. "fractals": generated on the device, never the same twice, in as many classes as the model has.
+    A folder that holds one folder of images for each class, itself or its ``train``. A name with a slash and no such folder is one of
+    timm's data sets under ``root``, such as ``torch/cifar10`` or ``hfds/NAME``, split "train". In place of an image that cannot be read
+    the next one is taken, with a warning that names it, up to ten times in a row.
 
     With a ``teacher`` no labels are needed: a model without a head takes none. Of a folder that does not have one folder for each class all
     images are taken, at any depth; ``aside`` holds out a tenth of them where the folder has no ``val``.
 
-    Raises:
-        DataError: the data are not there, do not fit the model, or are fewer than one batch.
+    Raises DataError where the data are not there, do not fit the model, or are fewer than one batch.
     """
     wanted, classes, folder = preparation(model), classes_of(model), Path(name)
     if str(name) == "fractals":
         return _fractals(wanted, classes, settings)
     if classes == 0 and not teacher:
         raise DataError(f"the model has no head that {name} could train by its classes; give a teacher to imitate, --teacher MODEL")
-    crop, flip, is_digits = PHOTO_CROP, 0.5, str(name) == "digits"
-    if is_digits:
-        dataset, crop, flip = _digit_pictures(wanted.channels), DIGIT_CROP, 0.0
+    how: dict[str, Any] = {"crop": PHOTO_CROP, "flip": 0.5, "jitter": 0.4, "in_memory": False}
+    if str(name) == "digits":
+        dataset, how = _digit_pictures(wanted.channels), {"crop": DIGIT_CROP, "flip": 0.0, "jitter": 0.0, "in_memory": True}
     elif not folder.is_dir():
         dataset = _named_pictures(str(name), root, "train", wanted.channels)
     elif is_labelled(folder, model) or (_class_folders(folder) and not teacher):
@@ -104,23 +99,21 @@ def training_data(
     if classes and found is not None and classes != found:
         raise DataError(f"{name} has {found} classes and the model tells {classes} apart; they must be the same")
     _check_batch(name, samples, settings)
-    opens = partial(loaded_batches, dataset, wanted, settings, crop=crop, flip=flip, in_memory=is_digits)
+    opens = partial(loaded_batches, dataset, wanted, settings, **how)
     return TrainingData(str(name), found or classes or 0, samples, opens, labelled=classes != 0)
 
 
 def held_out_data(name: str | Path, model: nn.Module, *, root: Path | None = None, teacher: bool = False) -> ImageData | None:
     """Find the held-out images that go with the training images ``name``; None where a folder has none.
 
-    Images without labels need a ``teacher``, and their held-out images have no classes either.
-
-    Raises:
-        DataError: they are there and do not fit the model.
+    Images without labels need a ``teacher``, and their held-out images have no classes either. Raises DataError where they do not fit.
     """
     folder = Path(name)
-    is_folder = str(name) not in MADE and folder.is_dir()
+    if str(name) in MADE or not folder.is_dir():
+        return judging_data(name, model, root=root, teacher=teacher)
     apart = _part(folder, HELD_OUT)
-    if not is_folder or apart is not None:
-        return judging_data(apart if is_folder and apart else name, model, root=root, teacher=teacher)
+    if apart is not None:
+        return judging_data(apart, model, root=root, teacher=teacher)
     if not teacher or is_labelled(folder, model):
         return None
     return _without_classes(folder, unlabelled_files(folder)[1], preparation(model))
@@ -129,26 +122,29 @@ def held_out_data(name: str | Path, model: nn.Module, *, root: Path | None = Non
 def judging_data(name: str | Path, model: nn.Module, *, root: Path | None = None, teacher: bool = False) -> ImageData:
     """Find all images of the data set ``name``, to measure with; with a ``teacher`` those of a folder need no labels.
 
-    Raises:
-        DataError: they are not there, or do not fit the model.
+    Raises DataError where they are not there, or do not fit the model.
     """
-    headless, folder, wanted = classes_of(model) == 0, Path(name), preparation(model)
-    if str(name) == "digits" and headless:
+    classes, folder, wanted = classes_of(model), Path(name), preparation(model)
+    if str(name) == "digits" and classes == 0:
         dataset = made("digits", "held-out", model, wanted)
         return ImageData("digits", dataset, len(dataset), 0)
-    if str(name) in MADE or (folder.is_dir() and not (teacher and not is_labelled(folder, model))):
+    if str(name) not in MADE and not folder.is_dir():
+        named = _named_pictures(str(name), root, "validation", wanted.channels)
+        named.transform = wanted.transform()
+        return ImageData(f"{name} validation", named, len(named), 0 if classes == 0 else _classes_in(named) or classes or 0)
+    if str(name) in MADE or not teacher or is_labelled(folder, model):
         return load_data(name, model)
-    if folder.is_dir():
-        return _without_classes(folder, image_files(folder), wanted)
-    named = _named_pictures(str(name), root, "validation", wanted.channels)
-    named.transform = wanted.transform()
-    return ImageData(f"{name} validation", named, len(named), 0 if headless else _classes_in(named) or classes_of(model) or 0)
+    return _without_classes(folder, image_files(folder), wanted)
 
 
 def is_labelled(folder: Path, model: nn.Module) -> bool:
     """Say whether the model is a classifier and the folder, or its ``train``, holds one folder for each of its classes."""
-    found = _class_folders(folder)
-    return found > 0 and found == _classes_told(model)
+    found, classes = _class_folders(folder), classes_of(model)
+    if not found or classes is not None:
+        return 0 < found == classes
+    with unchanged_state(model), torch.no_grad():  # the model does not say, so its scores are counted
+        output = main_output(model(example_input(model)))
+    return isinstance(output, Tensor) and output.shape[1:] == (found,)
 
 
 def unlabelled_files(folder: Path, *, aside: bool = True) -> tuple[list[Path], list[Path]]:
@@ -172,9 +168,7 @@ def read_pictures(paths: Sequence[Path], wanted: Preparation, *, most: int = MOS
 
     Those that cannot be read are left out, with a warning that names the first of them. Pictures of one colour each are refused.
     """
-    images: list[Tensor] = []
-    failed: list[DataError] = []
-    height = width = 0
+    images, failed, height, width = list[Tensor](), list[DataError](), 0, 0
     for each in read_many(lambda path: picture_of(read_image(path, wanted.channels), wanted.size), paths):
         if isinstance(each, DataError):
             failed.append(each)
@@ -194,15 +188,13 @@ def read_pictures(paths: Sequence[Path], wanted: Preparation, *, most: int = MOS
 def _digit_pictures(channels: int) -> PictureSet:
     """Give the training part of scikit-learn's digits as pictures of 8x8 pixels, in 1 or 3 equal channels."""
     images, classes = digits("train", (8, 8), mean=[0.0], std=[1.0]).tensors
-    grey = (images[:, 0] * LEVELS).round().byte().numpy()
+    grey = (images[:, 0] * 255).round().byte().numpy()
     pictures = [Image.fromarray(pixels).convert("L" if channels == 1 else "RGB") for pixels in grey]
     return PictureSet(list(zip(pictures, classes.tolist(), strict=True)), Image.Image.copy, DIGITS)
 
 
 def _named_pictures(name: str, root: Path | None, split: str, channels: int) -> Any:
     """Open one of timm's data sets, which must say how many images it has."""
-    from timm.data.dataset_factory import create_dataset
-
     if "/" not in name or (root is None and name.partition("/")[0] not in ("torch", "hfds", "hfids", "tfds", "wds")):
         raise DataError(
             f"there is no data set '{name}': expected 'digits', 'fractals', a folder with one folder of images for each class, "
@@ -222,7 +214,7 @@ def _unlabelled(folder: Path, wanted: Preparation, settings: Settings, *, aside:
     paths, _ = unlabelled_files(folder, aside=aside)
     _check_batch(folder, len(paths), settings)
 
-    def opens(here: Process) -> Batches:
+    def opens(here: "Accelerator") -> Batches:
         on_cuda = here.device.type == "cuda"  # where pictures take at most a quarter of what is free
         room = min(MOST_BYTES, torch.cuda.mem_get_info(here.device)[0] // 4) if on_cuda else MOST_BYTES
         pictures = None if settings.distorts else read_pictures(paths, wanted, most=room)
@@ -230,7 +222,7 @@ def _unlabelled(folder: Path, wanted: Preparation, settings: Settings, *, aside:
             _check_batch(folder, len(pictures), settings)
             return viewed_batches(pictures, settings, here)
         dataset = unlabelled_pictures(paths, wanted.channels, skips=True)
-        return loaded_batches(dataset, wanted, settings, here, crop=VIEW_CROP, flip=0.5, jitter=0.0)
+        return loaded_batches(dataset, wanted, settings, here, crop=VIEW_CROP, flip=0.5, jitter=0.0, in_memory=False)
 
     return TrainingData(str(folder), 0, len(paths), opens, labelled=False)
 
@@ -244,7 +236,7 @@ def _fractals(wanted: Preparation, classes: int | None, settings: Settings) -> T
         raise DataError("fractals have as many classes as the model, and this one does not say how many it has")
     samples = settings.images_per_epoch or IMAGES_A_CLASS * classes
 
-    def opens(here: Process) -> Batches:
+    def opens(here: "Accelerator") -> Batches:
         images = Fractals("train", classes, wanted.size, mean=wanted.mean, std=wanted.std, device=here.device, seed=settings.seed)
         return generated_batches(images, samples, settings, here)
 
@@ -273,16 +265,3 @@ def _classes_in(dataset: Any) -> int | None:
     """Say how many classes a data set has; None where it does not say."""
     known = getattr(dataset, "classes", None) or getattr(getattr(dataset, "reader", None), "class_to_idx", None)
     return known if isinstance(known, int) else len(known) if known else None
-
-
-def _classes_told(model: nn.Module) -> int | None:
-    """Give the classes that the model names, or else how many scores it gives."""
-    classes = classes_of(model)
-    if classes is not None:
-        return classes
-    parameter, example = next(model.parameters()), example_input(model)
-    if not isinstance(example, Tensor):
-        return None
-    with torch.no_grad(), unchanged_state(model):
-        output = main_output(model(torch.zeros(example.shape, device=parameter.device, dtype=parameter.dtype)))
-    return output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else None

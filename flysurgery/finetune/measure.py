@@ -1,7 +1,5 @@
 """Measures a model during training, on held-out images: its accuracy, and how close it is to its teacher."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import islice
 from time import perf_counter
@@ -15,7 +13,7 @@ from flysurgery.errors import DataError
 from flysurgery.evaluation import Accuracy, ImageData, evaluate
 from flysurgery.evaluation.pictures import read_many
 from flysurgery.fidelity import Fidelity, measure_fidelity
-from flysurgery.finetune.devices import sharded
+from flysurgery.finetune.state import sharded
 from flysurgery.finetune.teacher import Teacher
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ class Look:
         return ", ".join(words)
 
     @classmethod
-    def of_json(cls, found: dict[str, Any]) -> Look:
+    def of_json(cls, found: dict[str, Any]) -> "Look":
         right, close = found["accuracy"], found["fidelity"]
         blocks = () if close is None else tuple((name, error) for name, error in close["blocks"])
         return cls(None if right is None else Accuracy(**right), None if close is None else Fidelity(**close | {"blocks": blocks}))
@@ -54,7 +52,7 @@ class Look:
 class Judge:
     """Looks at a model on held-out images, where there are any; every process sees the same."""
 
-    def __init__(self, data: ImageData | None, teacher: Teacher | None, accelerator: Accelerator, batch_size: int) -> None:
+    def __init__(self, data: ImageData | None, teacher: Teacher | None, accelerator: "Accelerator", batch_size: int) -> None:
         self._data, self._teacher, self._accelerator, self._batch_size = data, teacher, accelerator, batch_size
         self.images = [] if data is None or teacher is None else images_of(data, accelerator.device, batch_size)
         """What is compared with the teacher, in batches; empty where there is nothing to compare."""

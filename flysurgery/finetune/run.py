@@ -1,9 +1,8 @@
 """A training run, from its first update or from the update at which it is resumed: what is seen, noted and kept between updates."""
 
-from __future__ import annotations
-
 import copy
 import math
+import os
 import statistics
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -18,12 +17,11 @@ from torch import Tensor, nn
 from flysurgery.errors import DataError, OptionError, TrainingError
 from flysurgery.evaluation import Accuracy, Fractals, ImageData
 from flysurgery.fidelity import Copied, Fidelity, Progress, affordable, moments, rate_for
-from flysurgery.finetune.batches import Batches, Process, check_augmentation
+from flysurgery.finetune.batches import Batches, check_augmentation
 from flysurgery.finetune.data import TrainingData
-from flysurgery.finetune.devices import accelerator_for, sharded
 from flysurgery.finetune.measure import Judge, Look
-from flysurgery.finetune.settings import Settings
-from flysurgery.finetune.state import Log, States
+from flysurgery.finetune.settings import Settings, check_installed
+from flysurgery.finetune.state import Log, States, sharded
 from flysurgery.finetune.step import Stepper, optimizer_of
 from flysurgery.finetune.teacher import Teacher, fused_dtype
 from flysurgery.inference import Groups
@@ -45,8 +43,8 @@ class Outcome:
 
     ``before`` and ``after`` are None without held-out data, or without classes; ``fidelity_before`` and ``fidelity_after`` without a
     teacher. ``kept`` is the update whose state the model has: the last, or without labels the one that was closest to the teacher on
-    held-out images, 0 for the start. ``settings`` are complete, with the rate that was found. ``loss`` is the last one logged;
-    ``images_per_second`` counts the training alone. On all processes but the main one ``is_main`` is false and the model must not be saved.
+    held-out images, 0 for the start. ``settings`` are complete. ``loss`` is the last one logged; ``images_per_second`` counts the training
+    alone. Where ``is_main`` is false, as on all processes but one, the model must not be saved.
     """
 
     model: nn.Module
@@ -83,12 +81,12 @@ def train(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Train ``model`` in place, on the devices and processes that accelerate was set up with.
+    """Train ``model``, converted or dense, in place, on the devices and processes that accelerate was set up with.
 
-    Works for converted and dense models. With ``folder`` the run keeps a log there, and its state after each epoch or every
-    ``save_every`` updates. With ``resume`` it continues from the last state. Each random number follows from the seed, the update
-    and the process, so the losses are those of a run that was never stopped. ``force`` deletes the state of another run.
-    ``progress`` is called with the updates done, the number of all, and a few words on the loss and on what was seen last.
+    With ``folder`` the run keeps a log there, and its state after each epoch or every ``save_every`` updates. With ``resume`` it continues
+    from the last state. Each random number follows from the seed, the update and the process, so the losses are those of a run that was
+    never stopped. ``force`` deletes the state of another run. ``progress`` is called with the updates done, the number of all, and a few
+    words on the loss and on what was seen last.
 
     If ``held_out`` has classes, the accuracy on it is measured before the first update and after each epoch. With a teacher, the
     closeness to its outputs is measured too. Without labels, or with a budget of minutes, this happens ten times, or less often if it
@@ -113,7 +111,6 @@ def train(
         raise OptionError("densify_after cannot be used with weights shared out among processes")
     if settings.densify_after is not None and plan_of(model) is None:
         raise OptionError("there is nothing to densify in a dense model")
-    here = Process(accelerator.device, accelerator.process_index, accelerator.num_processes)
     states = None if folder is None else States(folder, model, data.name, settings, accelerator)
     begun, noted = (0, {}) if states is None else states.begin(resume=resume, force=force)
     fuses = accelerator.device.type == "cuda" and settings.pays_fusing(data.samples)
@@ -123,7 +120,7 @@ def train(
             dtype = fused_dtype(accelerator) if fuses else None
             only = noted.get("fused", {}).get("teacher")
             taught = opened.enter_context(Teacher(teacher.to(accelerator.device), model, settings, dtype, only=only))
-        batches = data.open(here)
+        batches = data.open(accelerator)
         if held_out is not None and isinstance(held_out.dataset, Fractals):
             held_out.dataset.to(accelerator.device)  # pictures that are computed are computed where they are needed
         judge = Judge(held_out, taught, accelerator, batches.size)
@@ -148,6 +145,42 @@ def train(
         settings=replace(settings, learning_rate=notes.learning_rate),
         is_main=accelerator.is_main_process,
     )
+
+
+def accelerator_for(settings: Settings, folder: Path | None, *, quick: bool = False) -> "Accelerator":
+    """Make accelerate's own object for this process, as ``accelerate launch`` or ``accelerate config`` set it up.
+
+    Where neither the settings nor accelerate choose a precision, ``quick`` takes bfloat16 on CUDA.
+    """
+    check_installed(settings)
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    precision = settings.precision
+    chosen = precision is not None or "ACCELERATE_MIXED_PRECISION" in os.environ or settings.cpu
+    if quick and not chosen and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
+        precision = "bf16"
+    try:
+        accelerator = Accelerator(
+            cpu=settings.cpu,
+            mixed_precision=precision,
+            log_with="tensorboard" if settings.tensorboard and folder is not None else None,
+            project_dir=folder,
+            # gradients stay where they were reduced, so that no copy of them is needed
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        )
+    except ValueError as error:
+        raise OptionError(f"accelerate cannot run with these options: {str(error).splitlines()[0].rstrip('.')}") from error
+    fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None:
+        # each process has the weights already, and accelerate 1.15 cannot send those of no submodule, such as a class token
+        fsdp.cpu_ram_efficient_loading = False
+    return accelerator
+
+
+def leave_processes() -> None:
+    """End what connects this process with the others that train; after that it cannot train any more. Alone, it does nothing."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @dataclass
@@ -175,7 +208,7 @@ class Loop:
     ``images`` counts those of one update; ``fuses`` lets fused modules train where they are faster.
     """
 
-    accelerator: Accelerator
+    accelerator: "Accelerator"
     settings: Settings
     data: TrainingData
     batches: Batches
@@ -211,7 +244,11 @@ class Loop:
             self._take_up(begun, noted)
         else:
             self._begin()
-        updates, looks = self.notes.updates, self._looks()
+        updates, every = self.notes.updates, self.settings.save_every
+        if self.settings.minutes is None and self.data.labelled:
+            looks = frozenset(range(self._per_epoch, updates + 1, self._per_epoch))
+        else:
+            looks = moments(updates, self.notes.looks)
         self._stepper.plan(updates, self.notes.learning_rate)
         begun_at = perf_counter() - self.notes.seconds
         total = torch.zeros(5, device=self.accelerator.device)
@@ -224,7 +261,7 @@ class Loop:
                 self._densify()
             total += self._stepper.update(batch, update)
             done = update + 1
-            saves = self._saves(done, looks)
+            saves = self.states is not None and (done == updates or (done in looks if every is None else done % every == 0))
             if not (done % self.settings.log_every == 0 or done in looks or saves):
                 continue
             losses = self._reduced(total, done - since, since, done)
@@ -295,12 +332,6 @@ class Loop:
         self._set_up(bare)
         self._stepper.plan(self.notes.updates, self.notes.learning_rate)
 
-    def _looks(self) -> frozenset[int]:
-        """Choose the updates after which the model is looked at: with labels the ends of epochs."""
-        if self.settings.minutes is None and self.data.labelled:
-            return frozenset(range(self._per_epoch, self.notes.updates + 1, self._per_epoch))
-        return moments(self.notes.updates, self.notes.looks)
-
     def _look(self, done: int) -> Look:
         """See how good the model is, and keep it where it is the best so far."""
         look = self.judge.look(self._stepper.model, self._stepper.bare, accuracy=self.data.labelled)
@@ -310,10 +341,6 @@ class Loop:
             if self._best is not None:
                 self._best.take()
         return look
-
-    def _saves(self, done: int, looks: frozenset[int]) -> bool:
-        every = self.settings.save_every
-        return self.states is not None and (done == self.notes.updates or (done in looks if every is None else done % every == 0))
 
     def _reduced(self, total: Tensor, count: int, since: int, done: int) -> list[float]:
         """Give mean losses of all processes over ``count`` updates; the same in each, so that all stop together."""

@@ -1,13 +1,12 @@
 """The settings of a training run, apart from its model and its data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
-from flysurgery.errors import OptionError
+from flysurgery.errors import OptionError, TrainingError
 
 MUON = "muon"
 BATCH, EPOCHS, MINUTES = 64, 10, 10.0
@@ -25,11 +24,7 @@ OF_MUON: dict[str, Any] = {"warm_up": 0.05, "clip": 0.0}
 RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("epochs batch_size accumulation log_every save_every images_per_epoch", "at least 1", lambda value: value >= 1),
     ("minutes learning_rate temperature", "a positive number", lambda value: 0 < value < math.inf),
-    (
-        "weight_decay mixup cutmix clip output_weight blocks_weight",
-        "zero or a positive number",
-        lambda value: 0 <= value < math.inf,
-    ),
+    ("weight_decay mixup cutmix clip output_weight blocks_weight", "zero or a positive number", lambda value: 0 <= value < math.inf),
     ("warm_up smoothing flip erase", "between 0 and 1", lambda value: 0 <= value <= 1),
     ("crop", "above 0 and at most 1", lambda value: 0 < value <= 1),
 )
@@ -44,15 +39,13 @@ class Settings:
     there are); an update takes ``accumulation`` of these from each process. ``optimizer`` is "muon" or one of timm's. ``warm_up`` is a
     share of all updates. ``factor_rate`` "fan-in" multiplies the learning rate of a factor of pattern (a, b, c, d) by in_features / c, the
     ratio of the fan-ins of the dense layer and the factor; "same" does not; it and ``weight_decay`` go with timm's optimizers. ``crop`` is
-    the least share of an image's area that a random crop keeps (None: a default for the data), ``augment`` one of timm's policies by name,
-    such as "rand-m9-mstd0.5-inc1". ``output_weight`` is the teacher's share in the loss of the scores, and without a head the weight of
-    the features' error; ``blocks_weight`` that of the blocks' errors (None: 1 where the teacher has the same blocks, else 0).
-    After ``densify_after`` epochs the factors are multiplied out, and training continues dense. ``images_per_epoch`` goes with
-    generated images. ``precision`` None takes accelerate's configuration; without one it is bfloat16 on CUDA
-    for images without labels.
+    the least share of an image's area that a random crop keeps (None: a default for the data), ``augment`` one of timm's policies by name.
+    ``output_weight`` is the teacher's share in the loss of the scores, and without a head the weight of the features' error;
+    ``blocks_weight`` that of the blocks' errors (None: 1 where the teacher has the same blocks, else 0). After ``densify_after`` epochs
+    the factors are multiplied out, and training continues dense. ``images_per_epoch`` goes with generated images. ``precision`` None takes
+    accelerate's configuration; without one it is bfloat16 on CUDA for images without labels.
 
-    Raises:
-        OptionError: a value out of its range.
+    Raises OptionError for a value out of its range.
     """
 
     epochs: int | None = None
@@ -100,12 +93,8 @@ class Settings:
         if self.mixes and (self.batch_size or BATCH) % 2:
             raise OptionError(f"mixup and cutmix mix images two by two, so batch_size must be even, got {self.batch_size}")
 
-    def completed(self, *, teacher: bool = False, labelled: bool = True, sharded: bool = False) -> Settings:
-        """Choose what was left open, by what the run has: a teacher, labels, weights shared out.
-
-        Raises:
-            OptionError: settings that do not go together.
-        """
+    def completed(self, *, teacher: bool = False, labelled: bool = True, sharded: bool = False) -> "Settings":
+        """Choose what was left open, by what the run has; OptionError for what does not go with it."""
         chosen: dict[str, Any] = {}
         if self.optimizer is None:
             chosen["optimizer"] = MUON if teacher and not sharded and self.densify_after is None else "adamw"
@@ -148,3 +137,11 @@ class Settings:
 def _check(fine: bool, name: str, expected: str, value: object) -> None:
     if not fine:
         raise OptionError(f"{name} must be {expected}, got {value}")
+
+
+def check_installed(settings: Settings) -> None:
+    """Check that what the run needs is installed; else TrainingError says how to install it."""
+    if find_spec("accelerate") is None:
+        raise TrainingError("training needs accelerate, which is not installed: pip install 'flysurgery[train]'")
+    if settings.tensorboard and find_spec("tensorboard") is None and find_spec("tensorboardX") is None:
+        raise TrainingError("TensorBoard logs need tensorboard, which is not installed: pip install tensorboard")

@@ -1,7 +1,5 @@
 """What a run leaves on disk: its log, and states from which it is resumed, each complete or not there."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json
@@ -15,7 +13,6 @@ from torch import nn
 
 from flysurgery.errors import TrainingError, first_line, raised_as
 from flysurgery.fidelity import Copied
-from flysurgery.finetune.devices import sharded
 from flysurgery.finetune.settings import Settings
 from flysurgery.surgery import plan_of
 
@@ -28,6 +25,11 @@ FREE = frozenset({"learning_rate", "save_every", "log_every", "workers", "tensor
 """Settings that may change when a run is resumed. With other changes it would be another run."""
 
 
+def sharded(accelerator: "Accelerator") -> bool:
+    """Say whether each process holds only a part of the weights."""
+    return accelerator.distributed_type.value == "FSDP"
+
+
 class States:
     """The states of a run in ``folder``, one folder each, named after its update; an older one is removed when a newer one is complete.
 
@@ -35,7 +37,7 @@ class States:
     methods.
     """
 
-    def __init__(self, folder: Path, model: nn.Module, data: str, settings: Settings, accelerator: Accelerator) -> None:
+    def __init__(self, folder: Path, model: nn.Module, data: str, settings: Settings, accelerator: "Accelerator") -> None:
         plan = plan_of(model)
         shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         text = json.dumps([None if plan is None else plan.to_json(), shapes], sort_keys=True)
@@ -54,13 +56,13 @@ class States:
         """What a run that fails can go on from, as a part of a sentence."""
         return "no state was kept" if self.last is None else f"the last complete state, of update {self.last}, is kept"
 
-    def begin(self, *, resume: bool, force: bool) -> tuple[int, dict[str, Any]]:
-        """Give the update to begin at, and the notes of its state.
+    def begin(self, *, resume: bool, force: bool = False) -> tuple[int, dict[str, Any]]:
+        """Give the update to begin at, and the notes that ``save`` got then; raises TrainingError for another run's state.
 
-        A new run begins at 0, in a folder without states, from which ``force`` removes them. Raises TrainingError.
+        A new run begins at 0, in a folder without states, from which ``force`` removes them.
         """
         if resume:
-            return self.check_same()
+            return self._resumed()
         if force and self._accelerator.is_main_process:
             for path in (*self._folder.glob("state-*"), *self._folder.glob(".new-*")):
                 shutil.rmtree(path)
@@ -71,8 +73,7 @@ class States:
             )
         return 0, {}
 
-    def check_same(self) -> tuple[int, dict[str, Any]]:
-        """Give the update that the run is resumed from, and the notes that ``save`` got; raises TrainingError for another run's state."""
+    def _resumed(self) -> tuple[int, dict[str, Any]]:
         last = self.last
         if last is None:
             raise TrainingError(f"{self._folder} holds no state to resume from; start without --resume")
@@ -148,7 +149,7 @@ COLUMNS = (
 class Log:
     """Appends rows to ``folder/log.csv``; without a folder, or on other processes than the main one, to nothing."""
 
-    def __init__(self, folder: Path | None, accelerator: Accelerator, resumed_at: int, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path | None, accelerator: "Accelerator", resumed_at: int, settings: Mapping[str, Any]) -> None:
         self._accelerator = accelerator
         self._file = folder / LOG if folder is not None and accelerator.is_main_process else None
         if accelerator.trackers or accelerator.log_with:

@@ -1,7 +1,5 @@
 """One update: forward, losses, backward, clipping, step; and how fast which parameters learn."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math
@@ -18,8 +16,8 @@ from torch.nn import functional
 from flysurgery.errors import OptionError
 from flysurgery.fidelity import Captured, Copied, Muon, relative_error
 from flysurgery.fidelity import parameter_groups as groups_of_muon
+from flysurgery.finetune.batches import seed_everything
 from flysurgery.finetune.data import TrainingData
-from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import MUON, Settings
 from flysurgery.finetune.teacher import Teacher, as_tensor
 from flysurgery.inference import Groups, fuse, restore
@@ -65,7 +63,7 @@ class Stepper:
         self,
         model: nn.Module,
         settings: Settings,
-        accelerator: Accelerator,
+        accelerator: "Accelerator",
         data: TrainingData,
         teacher: Teacher | None,
         *,

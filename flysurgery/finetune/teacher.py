@@ -1,7 +1,5 @@
 """A model whose outputs and blocks are to be imitated."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,12 +10,12 @@ from torch import Tensor, nn
 
 from flysurgery.calibration import main_output, run, unchanged_state
 from flysurgery.errors import TrainingError
-from flysurgery.evaluation import check_comparable, common_cuts
+from flysurgery.evaluation import check_comparable, common_cuts, preparation
 from flysurgery.fidelity import OUTPUT_WEIGHT, REACH, Pull, Stream, relative_error
 from flysurgery.finetune.settings import Settings
 from flysurgery.inference import Groups, fuse
 from flysurgery.surgery import classes_of
-from flysurgery.walker import Cut, example_input
+from flysurgery.walker import Cut
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -32,16 +30,14 @@ EXACT = 1e-4
 class Teacher(ExitStack):
     """A model in eval mode, without gradients; ``cuts`` are where student and teacher are compared, none where their blocks differ.
 
-    With ``fused`` a copy in that dtype with fused modules runs in its place, without autocast; ``model`` itself judges.
+    Its images, classes, and blocks where these are asked for, must be the student's; else TrainingError, DataError or SurgeryError says so.
+    With ``fused`` a copy in that dtype with fused modules runs in its place, without autocast; ``model`` itself judges. ``only`` names the
+    groups to fuse, as ``groups`` of an earlier run has them; None measures.
     """
 
     def __init__(
         self, model: nn.Module, student: nn.Module, settings: Settings, fused: torch.dtype | None = None, *, only: Groups | None = None
     ) -> None:
-        """Check that the teacher goes with the student: its images, classes, and blocks where these are asked for.
-
-        ``only`` names the groups to fuse, as ``groups`` of an earlier run has them; None measures.
-        """
         super().__init__()
         check_comparable(student, model)
         cuts = () if settings.blocks_weight == 0 else _cuts_around_blocks(model, student)
@@ -75,11 +71,8 @@ class Teacher(ExitStack):
         return Pull(student, self._stream.values, self.cuts, REACH) if self.cuts else None
 
 
-def fused_dtype(accelerator: Accelerator) -> torch.dtype | None:
-    """Choose the dtype of the teacher's fused copy, that of the run; None for float16.
-
-    There the stream between the blocks, which autocast keeps in float32, may overflow.
-    """
+def fused_dtype(accelerator: "Accelerator") -> torch.dtype | None:
+    """The dtype of the teacher's fused copy, that of the run; None for float16, in which the stream between the blocks may overflow."""
     return {"no": torch.float32, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
 
 
@@ -108,9 +101,8 @@ def _cuts_around_blocks(teacher: nn.Module, student: nn.Module) -> tuple[Cut, ..
 
 def _compared(teacher: nn.Module, student: nn.Module, cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
     """Give the cuts. The one before the first block counts as a block where the student's tensor differs from the teacher's."""
-    shape = getattr(example_input(student), "shape", None)
-    assert shape is not None  # preparation has seen that it is an image
-    images, starts = torch.randn(shape, generator=torch.Generator().manual_seed(0)), [cut for cut in cuts if cut.kind == "start"]
+    images = torch.randn(2, *preparation(student).shape, generator=torch.Generator().manual_seed(0))
+    starts = [cut for cut in cuts if cut.kind == "start"]
     found = []
     for model in (teacher, student):
         with torch.no_grad(), unchanged_state(model), Stream(model, starts) as stream:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flysurgery.calibration import Pictures, Samples
 from flysurgery.errors import SurgeryError
 from flysurgery.fidelity import Muon, Pull, Settings, Stream, parameter_groups, relative_error, views
-from flysurgery.fidelity.copies import HalfCopy, precision
+from flysurgery.fidelity.reconstruction import HalfCopy, precision
 from flysurgery.fidelity.views import LEAST_AREA, OFTEN, Source, crops, variety
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import monarch

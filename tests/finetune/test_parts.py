@@ -17,9 +17,9 @@ from flysurgery.checkpoint import build_base
 from flysurgery.errors import BackendError, DataError, InferenceError, OptionError, TrainingError
 from flysurgery.evaluation import preparation
 from flysurgery.finetune import Settings, held_out_data, training_data
-from flysurgery.finetune.batches import Batches, Process
+from flysurgery.finetune.batches import Batches
 from flysurgery.finetune.data import read_pictures, unlabelled_files
-from flysurgery.finetune.devices import accelerator_for
+from flysurgery.finetune.run import accelerator_for
 from flysurgery.finetune.step import features_loss, logits_loss, parameter_groups
 from flysurgery.finetune.teacher import Teacher
 from flysurgery.inference import fuse, is_optimized
@@ -155,7 +155,7 @@ def test_on_a_gpu_the_teacher_runs_fused_and_gives_the_same() -> None:
         assert (given.float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
 
 
-HERE = Process(torch.device("cpu"), 0, 1)
+HERE = SimpleNamespace(device=torch.device("cpu"), process_index=0, num_processes=1)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def test_an_epoch_begun_in_its_middle_has_the_same_batches(pictures: Path, photo
     batches = data.open(HERE)
     assert not data.labelled and data.samples == 36 and batches.count == 4 and "viewed" in batches.epoch.__qualname__
     check_resumable(batches)
-    shares = [data.open(Process(HERE.device, process, 2)) for process in (0, 1)]
+    shares = [data.open(SimpleNamespace(device=HERE.device, process_index=process, num_processes=2)) for process in (0, 1)]
     assert [share.count for share in shares] == [2, 2]
     assert not torch.equal(*(next(share.epoch(0, 0))[0] for share in shares)), "processes have views of their own"
     batches = training_data(photographs, built(num_classes=0), Settings(erase=0.5, workers=0), teacher=True).open(HERE)

@@ -24,9 +24,8 @@ from flysurgery.errors import DataError, FlysurgeryError, OptionError, TrainingE
 from flysurgery.fidelity import Copied
 from flysurgery.finetune import Settings, held_out_data, judging_data, run, train, training_data
 from flysurgery.finetune.batches import policy_of
-from flysurgery.finetune.devices import accelerator_for
 from flysurgery.finetune.measure import Judge, Look
-from flysurgery.finetune.run import Outcome
+from flysurgery.finetune.run import Outcome, accelerator_for
 from flysurgery.finetune.state import States
 from flysurgery.layers import ButterflyLinear
 from flysurgery.surgery import plan_of
@@ -250,7 +249,7 @@ def test_runs_that_cannot_begin_or_go_on(
     refused(r"has come to update 4.*--resume", model, digits, one, folder=tmp_path)
     (tmp_path / "state-00000004" / "run.json").write_text(json.dumps({"plan_sha256": ""}))
     refused("damaged", model, digits, one, folder=tmp_path, resume=True)
-    monkeypatch.setattr("flysurgery.finetune.devices.find_spec", lambda name: None)
+    monkeypatch.setattr("flysurgery.finetune.settings.find_spec", lambda name: None)
     refused(r"pip install 'flysurgery\[train\]'", model, digits, QUICK)
 
 
@@ -347,7 +346,7 @@ def keep_states(folder: Path) -> None:
 
     save(1)
     for _ in kills(lambda: save(2)):
-        update, notes = states.check_same()
+        update, notes = states.begin(resume=True)
         fill(0)
         states.load(update, best)
         assert notes == {"seen": update} and update in (1, 2)
