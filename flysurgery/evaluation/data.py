@@ -23,24 +23,15 @@ from flysurgery.walker import example_input
 
 Part = Literal["train", "held-out"]
 
-MADE = ("digits", "fractals")
-"""Data sets that need no files."""
-
+MADE = ("digits", "fractals")  # data sets that need no files
 DIGITS = 10
 
-SMALL = 512
-"""For fewer images than this a reading process costs more than it saves."""
-
+SMALL = 512  # for fewer images than this a reading process costs more than it saves
 MAX_WORKERS = 8
 
-FRACTALS_A_CLASS = 50
-"""Held-out fractals of each class."""
-
-SPLIT_SEED = 0
-"""Sets the order of the digits by which they are split, in training and in evaluation."""
-
-WHITE = 16
-"""The largest value of a digit's pixel."""
+FRACTALS_A_CLASS = 50  # held-out fractals of each class
+SPLIT_SEED = 0  # sets the order of the digits by which they are split, in training and in evaluation
+WHITE = 16  # the largest value of a digit's pixel
 
 
 @dataclass(frozen=True)
@@ -62,20 +53,18 @@ class ImageData:
 class Preparation:
     """What a model wants of its images, also as ``config`` for timm's transforms; ``mean`` and ``std`` normalize each channel."""
 
-    channels: int
-    height: int
-    width: int
+    shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     config: Mapping[str, Any]
 
     @property
-    def size(self) -> tuple[int, int]:
-        return self.height, self.width
+    def channels(self) -> int:
+        return self.shape[0]
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.channels, self.height, self.width
+    def size(self) -> tuple[int, int]:
+        return self.shape[1:]
 
     def transform(self) -> Callable[[Any], Any]:
         """Make what timm does to an image before the model sees it, without augmentation."""
@@ -94,19 +83,15 @@ def preparation(model: nn.Module) -> Preparation:
         raise DataError(f"it is not known what images the model takes: {error}") from error
     if not isinstance(example, Tensor):
         raise DataError("expected a model of images in one tensor, got one that takes a list of images")
-    shape = tuple(example.shape)
-    if len(shape) != 4 or shape[1] not in (1, 3):
-        raise DataError(f"expected a model of images with 1 or 3 channels, got one that takes inputs of shape {shape}")
-    _, channels, height, width = shape
+    if example.ndim != 4 or example.shape[1] not in (1, 3):
+        raise DataError(f"expected a model of images with 1 or 3 channels, got one that takes inputs of shape {tuple(example.shape)}")
+    _, channels, height, width = example.shape
     known = getattr(model, "pretrained_cfg", None) or {}
     config = resolve_data_config({}, pretrained_cfg={**known, "input_size": (channels, height, width)})
-    mean, std = (_per_channel(config[name], channels) for name in ("mean", "std"))
-    return Preparation(channels, height, width, mean, std, {**config, "mean": mean, "std": std})
-
-
-def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """Give one value a channel; a single channel gets the mean of all."""
-    return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
+    for name in ("mean", "std"):
+        values = tuple(config[name])  # a single channel gets the mean of all
+        config[name] = values if len(values) == channels else (sum(values) / len(values),) * channels
+    return Preparation((channels, height, width), config["mean"], config["std"], config)
 
 
 def load_data(name: str | Path, model: nn.Module) -> ImageData:
@@ -179,32 +164,15 @@ def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None 
         DataError: there is no such data set, it has fewer readable images than ``samples``, or fewer than two, or all are of one colour.
         OptionError: ``samples`` below 2.
     """
-    wanted = preparation(model)
+    wanted, folder, count = preparation(model), Path(name), samples or DEFAULT_SAMPLES
     if str(name) in MADE:
         dataset = made(str(name), "train", model, wanted)
-        count = samples or DEFAULT_SAMPLES
-        inputs = torch.stack([dataset[index][0] for index in _order(len(dataset), count)[:count]])
-        return samples_of(Samples(inputs, str(name)), count=samples, shape=wanted.shape)
-    if not Path(name).is_dir():
+        found = torch.stack([dataset[index][0] for index in _order(len(dataset), count)[:count]])
+        return samples_of(Samples(found, str(name)), count=samples, shape=wanted.shape)
+    if not folder.is_dir():
         raise DataError(f"there is no data set '{name}': expected 'digits', 'fractals' or a folder of images")
-    return _unlabelled_folder(Path(name), wanted, samples, pictures=pictures)
-
-
-def load_unseen(name: str | Path, model: nn.Module, *, samples: int | None = None) -> Samples:
-    """Load images to compare models on, as ``load_calibration``, but of "digits" and "fractals" those that it does not take."""
-    if str(name) not in MADE:
-        return load_calibration(name, model, samples=samples)
-    wanted = preparation(model)
-    dataset = made(str(name), "held-out", model, wanted)
-    return replace(samples_of(dataset, count=samples, shape=wanted.shape), name=str(name))
-
-
-def _unlabelled_folder(folder: Path, wanted: Preparation, samples: int | None, *, pictures: bool) -> Samples:
     transform, paths = wanted.transform(), image_files(folder)
-    count = samples or DEFAULT_SAMPLES
-    inputs: list[Tensor] = []
-    kept: list[Tensor] = []
-    skipped: list[str] = []
+    inputs, kept, skipped = list[Tensor](), list[Tensor](), list[str]()
     for index in _order(len(paths), count):
         try:
             image = read_image(paths[index], wanted.channels)
@@ -224,11 +192,20 @@ def _unlabelled_folder(folder: Path, wanted: Preparation, samples: int | None, *
             f"unreadable are {', '.join(skipped[:5])}{', ...' if len(skipped) > 5 else ''}"
         )
     check_not_blank(inputs)
-    found = samples_of(Samples(torch.stack(inputs), str(folder), tuple(skipped)), count=samples, shape=wanted.shape)
-    if not kept:
-        return found
-    fit = [kept[index] for index in found.fit_positions()]
-    return replace(found, pictures=Pictures.of_images(fit, wanted.size, wanted.mean, wanted.std))
+    taken = samples_of(Samples(torch.stack(inputs), str(folder), tuple(skipped)), count=samples, shape=wanted.shape)
+    if not pictures:
+        return taken
+    fit = [kept[index] for index in taken.fit_positions()]
+    return replace(taken, pictures=Pictures.of_images(fit, wanted.size, wanted.mean, wanted.std))
+
+
+def load_unseen(name: str | Path, model: nn.Module, *, samples: int | None = None) -> Samples:
+    """Load images to compare models on, as ``load_calibration``, but of "digits" and "fractals" those that it does not take."""
+    if str(name) not in MADE:
+        return load_calibration(name, model, samples=samples)
+    wanted = preparation(model)
+    dataset = made(str(name), "held-out", model, wanted)
+    return replace(samples_of(dataset, count=samples, shape=wanted.shape), name=str(name))
 
 
 def _order(count: int, wanted: int) -> Sequence[int]:

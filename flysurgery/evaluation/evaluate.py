@@ -137,9 +137,9 @@ def check_comparable(model: nn.Module, teacher: nn.Module) -> None:
             "flysurgery.restore(model)"
         )
     mine, theirs = preparation(model), preparation(teacher)
-    sizes = [f"{each.channels}x{each.height}x{each.width}" for each in (mine, theirs)]
-    if sizes[0] != sizes[1]:
-        raise DataError(f"the model takes images of {sizes[0]} and the one it is held against of {sizes[1]}; they must be the same")
+    if mine.shape != theirs.shape:
+        taken, other = ("x".join(map(str, each.shape)) for each in (mine, theirs))
+        raise DataError(f"the model takes images of {taken} and the one it is held against of {other}; they must be the same")
     if (mine.mean, mine.std) != (theirs.mean, theirs.std):
         raise DataError("the two models normalize their images by another mean or standard deviation; they must be the same")
     classes = [classes_of(each) for each in (model, teacher)]

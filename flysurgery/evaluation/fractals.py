@@ -14,15 +14,9 @@ from torch.utils.data import Dataset
 
 from flysurgery.errors import DataError
 
-MAPS = 4
-"""Contractions of the plane in a system."""
-
-BURN_IN, STEPS = 12, 32
-"""Steps of each walker before its places are drawn, and those that are drawn."""
-
-PIXELS_A_WALKER, WALKERS = 16, (128, 4096)
-"""A picture has one walker for so many pixels, but at least and at most so many."""
-
+MAPS = 4  # contractions of the plane in a system
+BURN_IN, STEPS = 12, 32  # steps of each walker before its places are drawn, and those that are drawn
+PIXELS_A_WALKER, WALKERS = 16, (128, 4096)  # a picture has one walker for so many pixels, but at least and at most so many
 LONGEST = 128
 """Longest side of what is painted. A larger picture is painted at a half, a third, ... of its size and enlarged, to be made fast."""
 
@@ -36,14 +30,9 @@ With BENDING they set how hard the classes are: a ViT-S/16 has 99 % of the held-
 pictures. At a bending of 0.12, 25 degrees, 0.25 and 0.2 it had learnt next to nothing after 270 000.
 """
 
-SPREAD = 2.2
-"""Standard deviations of an attractor from the middle of the picture to its edge."""
-
-SALTS = {"train": 1, "held-out": 2}
-"""What the numbers of the two parts' pictures are mixed with, so that they share none."""
-
-DRAWS = 72
-"""Random numbers of a picture."""
+SPREAD = 2.2  # standard deviations of an attractor from the middle of the picture to its edge
+SALTS = {"train": 1, "held-out": 2}  # what the numbers of the two parts' pictures are mixed with, so that they share none
+DRAWS = 72  # random numbers of a picture
 
 
 class Fractals(Dataset[Any]):

@@ -24,8 +24,7 @@ Item = TypeVar("Item")
 
 MOST_THREADS = 16
 
-MOST_SKIPPED = 10
-"""In place of so many images in a row the next one is taken, as by timm's own data sets."""
+MOST_SKIPPED = 10  # in place of so many images in a row the next one is taken, as by timm's own data sets
 
 
 class PictureSet(Dataset[Any]):

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-WARM_UP = 3
-"""Updates that are made one launch at a time before the capture, so that all that an update keeps is there."""
+WARM_UP = 3  # updates that are made one launch at a time before the capture, so that all that an update keeps is there
 
 Batch = TypeVar("Batch", bound=tuple[Tensor, ...])
 

@@ -15,8 +15,7 @@ from flysurgery.errors import DataError
 from flysurgery.fidelity.stream import Stream
 from flysurgery.walker import Cut
 
-ENOUGH = 0.9
-"""A cosine below this means that the model needs a further fit."""
+ENOUGH = 0.9  # a cosine below this means that the model needs a further fit
 
 
 @dataclass(frozen=True)

@@ -28,17 +28,10 @@ from flysurgery.walker import Cut
 Progress = Callable[[int, int, str], None]
 """Called after each step with the number done, the number of all, and a short text: a layer's name, or the error."""
 
-RISING = 0.05
-"""Share of the updates in which the rate grows."""
-
-LOOKS = 8
-"""How often held-out samples judge a run."""
-
-APART = 1_000_003
-"""The distance between the seeds of two processes, larger than that between seeds of users."""
-
-SLACK = 0.1
-"""The share of the budget by which a run may be late; beyond it the schedule follows the clock."""
+RISING = 0.05  # share of the updates in which the rate grows
+LOOKS = 8  # how often held-out samples judge a run
+APART = 1_000_003  # the distance between the seeds of two processes, larger than that between seeds of users
+SLACK = 0.1  # the share of the budget by which a run may be late; beyond it the schedule follows the clock
 
 
 class Copied:

@@ -9,46 +9,33 @@ from torch import Tensor
 
 from flysurgery.errors import OptionError
 
-MINUTES = {"cuda": 1.0, "cpu": 20.0}
-"""The budget of a reconstruction where none is given, by the kind of device."""
-
+MINUTES = {"cuda": 1.0, "cpu": 20.0}  # the budget of a reconstruction where none is given, by the kind of device
 FUSED_FROM_MINUTES, FUSING_SHARE = 1.0, 0.25
 """A reconstruction on CUDA uses fused modules from this budget on, and fuses no further model after this share of it. Measuring takes some
 8 seconds for both models, and 18 where kernels are compiled."""
 
-VIEWS = {"cuda": 64, "cpu": 8}
-"""Views of an update, by the kind of device. A CPU makes few updates; with few views each it makes more."""
-
+VIEWS = {"cuda": 64, "cpu": 8}  # views of an update, by the kind of device. A CPU makes few updates; with few views each it makes more
 REACH = 0.5
 """The share of the gradient that passes from a block to the one before it, see ``Pull``. In the trials it is better than 0 and 1."""
 
 TAUGHT = 0.2
 """The share of entries between blocks that are the teacher's when a reconstruction begins; it falls in a line to none, see ``Pull``. In
-trials of 75 seconds on Monarch 4 with a dense v the class token and the patch tokens gain .005; with a half that falls to none at .8 of the
-run they gain .004 and .003.
-"""
+trials of 75 seconds on Monarch 4 with a dense v the class token and the patch tokens gain .005."""
 
-OUTPUT_WEIGHT = 0.2
-"""The weight of the error of what the model returns, beside the blocks' and the tokens' own. No other was tried."""
-
+OUTPUT_WEIGHT = 0.2  # the weight of the error of what the model returns, beside the blocks' and the tokens' own. No other was tried
 HIGHEST_RATE, LEAST_RATE = 7e-3, 0.5e-3
 """The rates of a start that has everything to learn, and of one that has next to nothing, as shares of a parameter's size."""
 
-TIMED = 5
-"""Updates that measure the time of one, where that takes no more than the share ``SPARED`` of the budget."""
-
-SPARED = 0.03
-"""The share of what is left of a budget that the updates leave for everything else."""
+TIMED = 5  # updates that measure the time of one, where that takes no more than the share ``SPARED`` of the budget
+SPARED = 0.03  # the share of what is left of a budget that the updates leave for everything else
 
 
 @dataclass(frozen=True)
 class Settings:
     """The choices of one reconstruction. ``batch`` counts the views of one update; ``rate`` is that of a start with an error of 1.
 
-    The trials behind the defaults are in ``recipes/results/real_weights_trials_h200.csv``.
-
-    Raises:
-        OptionError: a budget that is no positive number.
+    The trials behind the defaults are in ``recipes/results/real_weights_trials_h200.csv``. Raises OptionError for a budget that is no
+    positive number.
     """
 
     minutes: float
@@ -91,7 +78,6 @@ def affordable(update: Callable[[], Tensor], seconds: float, agreed: Callable[[f
     started, seconds = perf_counter(), agreed(seconds)
 
     def timed(updates: int) -> float:
-        """Seconds of one update, the mean of several."""
         begun = perf_counter()
         for _ in range(updates):
             update().tolist()  # reads from the device, so that it waits for it

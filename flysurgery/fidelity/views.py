@@ -9,11 +9,10 @@ from torch.nn import functional
 
 from flysurgery.calibration import Pictures
 
-LEAST_AREA, LEAST_AREA_VARIED = 0.25, 0.1
-"""The least share of a picture's largest square that a crop keeps, with a variety of 0 and of 1."""
-
-MIXED, MIXED_VARIED = 0.25, 0.5
-"""The share of views that are two in one, likewise."""
+LEAST_AREA, LEAST_AREA_VARIED = 0.25, 0.1  # the least share of a picture's largest square that a crop keeps, with a variety of 0 and of 1
+MIXED, MIXED_VARIED = 0.25, 0.5  # the share of views that are two in one, likewise
+RATIO = 4 / 3  # the largest ratio of a crop's sides
+SHARE = 0.25  # the share of a device's free memory up to which pictures stay there
 
 SATURATION, CONTRAST, BRIGHTNESS, TINT = 0.6, 0.3, 0.3, 0.2
 """The most by which a variety of 1 changes colours: factors of 1 ± the first two, and shifts of ± the others in standard deviations."""
@@ -21,17 +20,6 @@ SATURATION, CONTRAST, BRIGHTNESS, TINT = 0.6, 0.3, 0.3, 0.2
 OFTEN = 1000
 """Views of one picture from which the variety is 1. In a pair of trials with a quarter of the photographs, some 1180 views of each, a
 variety of 1 gains .003 of the class token and of the patch tokens over 0. Nothing between was tried."""
-
-RATIO = 4 / 3
-"""The largest ratio of a crop's sides."""
-
-SHARE = 0.25
-"""The share of a device's free memory up to which pictures stay there."""
-
-
-def variety(seen: float) -> float:
-    """Choose how much views of a picture differ when it is seen so often: 0 for a picture seen once, 1 from ``OFTEN`` times on."""
-    return min(1.0, seen / OFTEN)
 
 
 def views(
@@ -52,7 +40,11 @@ def views(
     outline = functional.interpolate(noise, pictures.size, mode="bicubic", align_corners=False).mul(8).sigmoid()
     is_mixed = torch.rand(len(chosen), 1, 1, 1, device=chosen.device) < MIXED + varied * (MIXED_VARIED - MIXED)
     share = torch.where(is_mixed, outline, torch.ones_like(outline))
-    return _recoloured(share * image + (1 - share) * image.roll(1, 0), varied)
+    image = share * image + (1 - share) * image.roll(1, 0)
+    drawn = varied * (2 * torch.rand(4, len(image), image.shape[1], 1, 1, device=image.device) - 1)
+    gray = image.mean(1, keepdim=True)
+    saturated = gray + (image - gray) * (1 + SATURATION * drawn[0, :, :1])
+    return saturated * (1 + CONTRAST * drawn[1, :, :1]) + BRIGHTNESS * drawn[2, :, :1] + TINT * drawn[3]
 
 
 def crops(
@@ -78,17 +70,6 @@ def crops(
     return (image / 255 - pictures.mean.view(1, -1, 1, 1)) / pictures.std.view(1, -1, 1, 1)
 
 
-def _recoloured(
-    images: Tensor,  # shape: (batch, channels, height, width)
-    varied: float,
-) -> Tensor:  # shape: (batch, channels, height, width)
-    """Change saturation, contrast, brightness and tint of each image at random."""
-    drawn = varied * (2 * torch.rand(4, len(images), images.shape[1], 1, 1, device=images.device) - 1)
-    gray = images.mean(1, keepdim=True)
-    saturated = gray + (images - gray) * (1 + SATURATION * drawn[0, :, :1])
-    return saturated * (1 + CONTRAST * drawn[1, :, :1]) + BRIGHTNESS * drawn[2, :, :1] + TINT * drawn[3]
-
-
 def _positions(length: Tensor, whole: Tensor, start: Tensor, points: int) -> Tensor:
     """Place ``2 * points`` samples at even distances along a stretch of ``length`` at a random place of ``whole``."""
     length = torch.minimum(length, whole)
@@ -101,13 +82,14 @@ class Source:
     """Draws random views of pictures on ``device``. Where the pictures do not fit there, those of each batch are copied."""
 
     def __init__(self, pictures: Pictures, batch: int, device: torch.device) -> None:
-        self._fits = pictures.canvas.device == device or device.type != "cuda" or _fits(pictures, device)
+        is_there = device.type != "cuda" or pictures.canvas.device == device
+        self._fits = is_there or pictures.canvas.nbytes < SHARE * torch.cuda.mem_get_info(device)[0]
         self._pictures, self._batch, self._device = pictures.to(device) if self._fits else pictures, batch, device
         self._varied = 0.0
 
     def expect(self, count: int) -> None:
-        """Set how much the views of a picture differ, by how many views of all pictures there will be."""
-        self._varied = variety(count / len(self._pictures))
+        """Set how much the views of a picture differ, by how many views of all pictures there will be: fully from ``OFTEN`` of each on."""
+        self._varied = min(1.0, count / len(self._pictures) / OFTEN)
 
     def draw(self) -> Tensor:  # shape: (batch, channels, height, width)
         """Make one view of each of some pictures that are drawn at random."""
@@ -117,8 +99,3 @@ class Source:
             pictures = replace(pictures, canvas=pictures.canvas[chosen], sizes=pictures.sizes[chosen]).to(self._device)
             chosen = torch.arange(self._batch, device=self._device)
         return views(pictures, chosen, self._varied)
-
-
-def _fits(pictures: Pictures, device: torch.device) -> bool:
-    free, _ = torch.cuda.mem_get_info(device)
-    return pictures.canvas.nbytes < SHARE * free

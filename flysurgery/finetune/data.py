@@ -36,18 +36,12 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-TRAIN, HELD_OUT = ("train", "training"), ("val", "validation", "eval", "test")
-"""Names of the folders that hold the two parts of a data set."""
-
-ASIDE = 10
-"""One image in so many is held out where a folder has no held-out part."""
-
+TRAIN, HELD_OUT = ("train", "training"), ("val", "validation", "eval", "test")  # names of the folders that hold the two parts of a data set
+ASIDE = 10  # one image in so many is held out where a folder has no held-out part
 DIGIT_CROP, PHOTO_CROP, VIEW_CROP = 0.7, 0.08, 0.25
 """The least share of an image that a random crop keeps: a digit must stay the same digit; photographs with classes have timm's default."""
 
-IMAGES_A_CLASS = 256
-"""Generated images of each class in an epoch, unless the settings say otherwise."""
-
+IMAGES_A_CLASS = 256  # generated images of each class in an epoch, unless the settings say otherwise
 MOST_BYTES = 4 << 30
 
 

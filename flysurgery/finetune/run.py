@@ -30,11 +30,8 @@ from flysurgery.surgery import densify, plan_of
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-LOOKS = 10
-"""How often a run without labels, or with a budget, is looked at."""
-
-LOOKED = 0.2
-"""The share of a budget that looks may take. Where they take longer there are fewer."""
+LOOKS = 10  # how often a run without labels, or with a budget, is looked at
+LOOKED = 0.2  # the share of a budget that looks may take. Where they take longer there are fewer
 
 
 @dataclass(frozen=True)
@@ -107,10 +104,11 @@ def train(
     settings = settings.completed(teacher=teacher is not None, labelled=data.labelled, sharded=sharded(accelerator))
     optimizer_of(nn.Linear(2, 2), settings)  # an unknown one ends the run before anything is written
     check_augmentation(settings)
-    if settings.densify_after is not None and sharded(accelerator):
-        raise OptionError("densify_after cannot be used with weights shared out among processes")
-    if settings.densify_after is not None and plan_of(model) is None:
-        raise OptionError("there is nothing to densify in a dense model")
+    if settings.densify_after is not None:
+        if sharded(accelerator):
+            raise OptionError("densify_after cannot be used with weights shared out among processes")
+        if plan_of(model) is None:
+            raise OptionError("there is nothing to densify in a dense model")
     states = None if folder is None else States(folder, model, data.name, settings, accelerator)
     begun, noted = (0, {}) if states is None else states.begin(resume=resume, force=force)
     fuses = accelerator.device.type == "cuda" and settings.pays_fusing(data.samples)
@@ -133,7 +131,7 @@ def train(
         updates=notes.updates,
         images=loop.images * notes.updates,
         seconds=notes.seconds,
-        images_per_second=loop.speed,
+        images_per_second=statistics.median(loop.speeds[1:] or loop.speeds or [0.0]),  # the first stretch has the start in it
         processes=accelerator.num_processes,
         loss=notes.loss,
         before=notes.before.accuracy,
@@ -203,9 +201,9 @@ class Notes:
 
 @dataclass
 class Loop:
-    """The updates of one run; ``started`` is when its budget began. After ``go``, ``notes`` and ``speed`` say how it went.
+    """The updates of one run, of ``images`` each; ``started`` is when its budget began. ``notes`` and ``speeds`` say how it went.
 
-    ``images`` counts those of one update; ``fuses`` lets fused modules train where they are faster.
+    ``fuses`` lets fused modules train where they are faster.
     """
 
     accelerator: "Accelerator"
@@ -231,7 +229,7 @@ class Loop:
         self.images = self.batches.size * accumulation * self.accelerator.num_processes
         self.notes = Notes((self.settings.epochs or 0) * self._per_epoch, self.settings.learning_rate or 0.0)
         self._best: Copied | None = None
-        self._speeds: list[float] = []
+        self.speeds: list[float] = []
 
     def go(self, model: nn.Module, begun: int, noted: dict[str, Any]) -> nn.Module:
         """Run from update ``begun`` on, whose state holds ``noted``; gives the whole model, bare and in eval mode."""
@@ -264,8 +262,8 @@ class Loop:
             saves = self.states is not None and (done == updates or (done in looks if every is None else done % every == 0))
             if not (done % self.settings.log_every == 0 or done in looks or saves):
                 continue
-            losses = self._reduced(total, done - since, since, done)
-            self._speeds.append(self.images * (done - since) / (perf_counter() - clock))
+            losses = self._reduced(total, since, done)
+            self.speeds.append(self.images * (done - since) / (perf_counter() - clock))
             self._note(done, losses, self._look(done) if done in looks else None)
             if saves and self.states is not None:
                 self.notes.seconds = perf_counter() - begun_at
@@ -279,7 +277,13 @@ class Loop:
         if begun == updates or not self.data.labelled:
             self.notes.last = replace(self.notes.last, accuracy=self.judge.accuracy(self._stepper.model))
         self.notes.seconds = perf_counter() - begun_at
-        return self._finished(spare)
+        if spare is None:
+            return self._stepper.close().eval()
+        state = self.accelerator.get_state_dict(self._stepper.model)
+        self._stepper.close()
+        if self.accelerator.is_main_process:
+            spare.load_state_dict(state)
+        return spare.eval()
 
     def _set_up(self, model: nn.Module, only: Groups | None = None) -> None:
         """Prepare ``model`` to be trained, and a copy for its best state where something says which is best: a teacher, not labels."""
@@ -342,8 +346,8 @@ class Loop:
                 self._best.take()
         return look
 
-    def _reduced(self, total: Tensor, count: int, since: int, done: int) -> list[float]:
-        """Give mean losses of all processes over ``count`` updates; the same in each, so that all stop together."""
+    def _reduced(self, total: Tensor, since: int, done: int) -> list[float]:
+        """Give mean losses of all processes over the updates ``since``; the same in each, so that all stop together."""
         summed: Any = self.accelerator.reduce(total, "sum")
         *sums, bad = summed.tolist()
         if bad:
@@ -352,7 +356,7 @@ class Loop:
                 f"the loss or its gradient was no finite number in updates {since + 1} to {done}, so training stopped; {kept}; "
                 "try a lower learning rate"
             )
-        return [each / count / self.accelerator.num_processes for each in sums]
+        return [each / (done - since) / self.accelerator.num_processes for each in sums]
 
     def _note(self, done: int, losses: list[float], look: Look | None) -> None:
         self.notes.loss, of_classes, of_output, of_blocks = losses
@@ -363,23 +367,9 @@ class Loop:
             "output_loss": None if self.teacher is None else of_output,
             "blocks_loss": None if self.teacher is None else of_blocks,
             "learning_rate": self._stepper.learning_rate,
-            "images_per_second": round(self._speeds[-1], 1),
+            "images_per_second": round(self.speeds[-1], 1),
         }
         self.log.add(done, row if look is None else row | look.columns())
         if self.progress is not None and self.accelerator.is_main_process:
             seen = str(self.notes.last if look is None else look)
             self.progress(done, self.notes.updates, f"loss {self.notes.loss:.3f}{f', {seen}' if seen else ''}")
-
-    def _finished(self, spare: nn.Module | None) -> nn.Module:
-        if spare is None:
-            return self._stepper.close().eval()
-        state = self.accelerator.get_state_dict(self._stepper.model)
-        self._stepper.close()
-        if self.accelerator.is_main_process:
-            spare.load_state_dict(state)
-        return spare.eval()
-
-    @property
-    def speed(self) -> float:
-        """Images a second of the training alone; the first stretch has the start of everything in it."""
-        return statistics.median(self._speeds[1:] or self._speeds or [0.0])

@@ -9,9 +9,7 @@ from typing import Any, Literal
 from flysurgery.errors import OptionError, TrainingError
 
 MUON = "muon"
-BATCH, EPOCHS, MINUTES = 64, 10, 10.0
-"""The defaults; minutes where there are no labels."""
-
+BATCH, EPOCHS, MINUTES = 64, 10, 10.0  # the defaults; minutes where there are no labels
 FUSED_FROM_MINUTES, FUSED_FROM_IMAGES = 2.0, 250_000
 """The length from which a run uses fused modules. On an H200 they make 1.9 to 2.0 times the images a second of a ViT-S/16, and 1.4
 to 1.5 of a ViT-B/16 (``recipes/results/finetune_h200.csv``). The start takes up to 42 s longer. By these rows a converted ViT-S wins that

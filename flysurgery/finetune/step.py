@@ -26,8 +26,7 @@ from flysurgery.layers import ButterflyLinear
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-UPDATES = 1 << 30
-"""Sets the seeds of updates apart from those of epochs."""
+UPDATES = 1 << 30  # sets the seeds of updates apart from those of epochs
 
 
 def logits_loss(
@@ -41,14 +40,6 @@ def logits_loss(
     """
     mine, theirs = (functional.log_softmax(each.float() / temperature, dim=-1) for each in (scores, wanted))
     return functional.kl_div(mine, theirs, reduction="batchmean", log_target=True) * temperature**2
-
-
-def features_loss(
-    features: Tensor,  # shape: (batch, ...)
-    wanted: Tensor,  # shape: (batch, ...)
-) -> Tensor:
-    """Give the squared distance of the features from the teacher's, relative to how the teacher's differ from each other."""
-    return relative_error(features.flatten(1), wanted.flatten(1))[0]
 
 
 class Stepper:
@@ -114,10 +105,9 @@ class Stepper:
         return self._accelerator.unwrap_model(self.model)
 
     def update(self, batches: Iterator[tuple[Tensor, Tensor]], number: int) -> Tensor:  # shape: (5,)
-        """Make update ``number``, and give the losses of this process: all, classes, output, blocks.
+        """Make update ``number``, and give the losses of this process: all, classes, output, blocks; reads nothing from the device.
 
-        The last number is 1 if the loss or the gradient was no finite number, else 0. Nothing is read from the device, so that the
-        host does not wait for it.
+        The last number is 1 if the loss or the gradient was no finite number, else 0.
         """
         if not self.model.training:
             self.model.train()
@@ -196,19 +186,16 @@ class Stepper:
         of_classes = self._class_loss(output.float(), target) if self._labelled else zero
         if teacher is None or wanted is None:
             return of_classes, of_classes, zero
-        is_scores = teacher.has_scores
-        of_output = logits_loss(output, wanted, self._settings.temperature) if is_scores else features_loss(output, wanted)
+        if teacher.has_scores:
+            of_output = logits_loss(output, wanted, self._settings.temperature)
+        else:  # relative to how the teacher's features differ from each other
+            of_output, _, _ = relative_error(output.flatten(1), wanted.flatten(1))
         share = teacher.output_weight
-        of_classes_share = (1 - share) * of_classes if self._labelled else zero
-        return of_classes_share + share * of_output, of_classes, of_output
+        return (1 - share) * of_classes + share * of_output, of_classes, of_output
 
 
 def optimizer_of(model: nn.Module, settings: Settings, *, on_cuda: bool = False) -> torch.optim.Optimizer:
-    """Make the optimizer that the settings name; its rate is set later.
-
-    Raises:
-        OptionError: timm knows none of that name, or it does not take its options.
-    """
+    """Make the optimizer that the settings name; its rate is set later. Raises OptionError where timm knows none of that name."""
     name = settings.optimizer or ""
     if name == MUON:
         return Muon(groups_of_muon(model), 0.0)

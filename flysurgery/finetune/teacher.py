@@ -20,11 +20,8 @@ from flysurgery.walker import Cut
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-SCORES_WEIGHT = 0.5
-"""The weight of the teacher's scores, beside the classes' loss and the blocks' errors."""
-
-EXACT = 1e-4
-"""Up to this error, what comes before the first block counts as the teacher's own, and does not learn."""
+SCORES_WEIGHT = 0.5  # the weight of the teacher's scores, beside the classes' loss and the blocks' errors
+EXACT = 1e-4  # up to this error, what comes before the first block counts as the teacher's own, and does not learn
 
 
 class Teacher(ExitStack):
