@@ -3,8 +3,6 @@
 python examples/deploy_timm.py --photographs FOLDER
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

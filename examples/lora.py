@@ -3,8 +3,6 @@
 python examples/lora.py --data FOLDER
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

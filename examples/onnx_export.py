@@ -5,8 +5,6 @@ The factors become grouped 1x1 convolutions over the tokens, which engines run f
     python examples/onnx_export.py --arch gonon
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from functools import partial

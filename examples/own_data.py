@@ -5,8 +5,6 @@ The folder holds one folder of images for each class, itself or in `train` and `
     python examples/own_data.py --data FOLDER --weights dense.safetensors
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 from pathlib import Path

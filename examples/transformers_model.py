@@ -3,8 +3,6 @@
 python examples/transformers_model.py --model google/vit-base-patch16-224
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,8 +1,5 @@
 """Images to evaluate on and to calibrate with: prepared for the model's input, kept apart, and refused where they cannot belong to it."""
 
-from __future__ import annotations
-
-import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,6 @@ from vit_pytorch import ViT
 from flysurgery.errors import DataError, WalkError
 from flysurgery.evaluation import Fractals, ImageData, digits, evaluate, load_calibration, load_data
 from tests.support.models import vit
-
-DATA = importlib.import_module("flysurgery.evaluation.data")
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 
@@ -127,12 +122,9 @@ def test_a_folder_of_any_depth_gives_samples_that_are_spread_evenly_and_what_is_
     ("load", "name", "classes", "fact"),
     [
         (load_data, "digits", 1000, "digits has 10 classes and the model tells 1000 apart"),
-        (load_data, "digits", 0, "digits has 10 classes and the model tells 0 apart"),
         (load_data, "pictures", 4, "has 3 classes and the model tells 4 apart"),
         (load_data, "nowhere", 10, "no data set 'nowhere': expected 'digits', 'fractals' or a folder"),
-        (load_data, "", 10, "one folder of images for each class"),
         (load_data, "no", 10, "no image folder"),
-        (load_data, "no/pictures", 10, "no image folder"),
         (load_data, "fractals", 1, "at least 2 classes"),
         (load_calibration, "no", 10, "there are no images in"),
         (load_calibration, "broken", 10, "none of the 3 images"),
@@ -160,11 +152,12 @@ def test_models_of_something_else_than_images_and_digits_without_scikit_learn(mo
     def nothing_known(model: nn.Module) -> Tensor:
         raise WalkError("no example input is known")
 
-    monkeypatch.setattr(DATA, "example_input", nothing_known)
+    example_input = "flysurgery.evaluation.data.example_input"
+    monkeypatch.setattr(example_input, nothing_known)
     with pytest.raises(DataError, match="it is not known what images the model takes: no example input is known"):
         load_data("digits", model(10))
     for shape in ((2, 3, 4, 16, 16), (2, 5, 16, 16), (2, 77)):
-        monkeypatch.setattr(DATA, "example_input", lambda model, shape=shape: torch.zeros(shape))
+        monkeypatch.setattr(example_input, lambda model, shape=shape: torch.zeros(shape))
         with pytest.raises(DataError, match="expected a model of images with 1 or 3 channels, got one that takes inputs of shape"):
             load_data("digits", model(10))
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)

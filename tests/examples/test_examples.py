@@ -1,7 +1,5 @@
 """Every script of ``examples`` runs, with a small model of random weights and a few images."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fidelity with known answers: what is compared, what is left out, and errors block by block against those computed by hand."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Reconstruction: it brings a converted model closer, is never worse than its start, and leaves nothing behind when it is stopped."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Sequence

@@ -1,11 +1,9 @@
 """What a step of reconstruction is made of: views, gradients that enter between the blocks, and the optimizer."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
+from collections import namedtuple
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from flysurgery.calibration import Pictures, Samples
 from flysurgery.errors import SurgeryError
 from flysurgery.fidelity import Muon, Pull, Settings, Stream, parameter_groups, relative_error, views
 from flysurgery.fidelity.reconstruction import HalfCopy, precision
-from flysurgery.fidelity.views import LEAST_AREA, OFTEN, Source, crops, variety
+from flysurgery.fidelity.views import LEAST_AREA, OFTEN, Source, crops
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import monarch
 from flysurgery.walker import Cut
@@ -24,7 +22,7 @@ from tests.support.composed import Composed
 
 def ramp(height: int, width: int) -> torch.Tensor:
     """Channel 0 counts rows, channel 1 columns."""
-    rows, columns = torch.arange(height)[:, None].expand(height, width), torch.arange(width)[None].expand(height, width)
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     return torch.stack([rows, columns, torch.full_like(rows, 7)]).to(torch.uint8)
 
 
@@ -54,13 +52,13 @@ def test_bytes_are_normalized_and_inputs_are_not() -> None:
 
 
 def test_views_differ_more_where_pictures_are_seen_often() -> None:
-    assert variety(1) < 0.01 and variety(OFTEN) == variety(9 * OFTEN) == 1
     gray = torch.full((3, 30, 30), 128, dtype=torch.uint8)
-    pictures = Pictures.of_images([gray, gray], (8, 8), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    chosen = torch.zeros(500, dtype=torch.long)
-    assert float(views(pictures, chosen).std()) < 1e-6, "one colour stays as it is"
-    seen = views(pictures, chosen, 1.0)
-    assert 0.1 < float(seen.std()) < 0.3 and float(seen.abs().max()) < 0.6
+    source = Source(Pictures.of_images([gray, gray], (8, 8), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)), 500, torch.device("cpu"))
+    assert float(source.draw().std()) < 1e-6, "one colour stays as it is"
+    for views_of_each in (OFTEN, 9 * OFTEN):
+        source.expect(2 * views_of_each)
+        seen = source.draw()
+        assert 0.1 < float(seen.std()) < 0.3 and float(seen.abs().max()) < 0.6
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -87,16 +85,9 @@ class Chain(nn.Module):
         return self.head(x)
 
 
-class Pair(NamedTuple):
-    """What some modules give."""
-
-    number: int
-    tensor: Tensor
-
+Pair = namedtuple("Pair", ("number", "tensor"))  # what some modules give
 
 CUTS = (Cut("stem", "output", (2, 4), "start"), Cut("two", "input", (2, 4), "block"), Cut("head", "input", (2, 4), "block"))
-
-
 PAIRED = (Composed(lambda self, x: Pair(3, self.inner(x)), inner=nn.Linear(4, 4)), Composed(lambda self, pair: pair.tensor))
 
 

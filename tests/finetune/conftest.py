@@ -1,7 +1,5 @@
 """A Vision Transformer of two tiny blocks, dense and converted, for the digits; the same without a head; pictures; and runs that stop."""
 
-from __future__ import annotations
-
 import copy
 import csv
 from collections.abc import Callable
@@ -25,25 +23,18 @@ def built(**changes: object) -> nn.Module:
     return vit(**ARGUMENTS | changes)
 
 
-@pytest.fixture(scope="session")
-def _converted() -> dict[int, nn.Module]:
-    found = {}
-    for classes in (10, 0):
-        found[classes] = built(num_classes=classes)
-        convert(found[classes], base=VIT, base_args=ARGUMENTS | {"num_classes": classes})
-    return found
-
-
 @pytest.fixture
 def dense() -> nn.Module:
-    """A model of its own for each test."""
     return built()
 
 
-@pytest.fixture
-def converted(_converted: dict[int, nn.Module]) -> Callable[..., nn.Module]:
+@pytest.fixture(scope="session")
+def converted() -> Callable[..., nn.Module]:
     """Gives the same converted model anew with each call."""
-    return lambda classes=10: copy.deepcopy(_converted[classes])
+    found = {classes: built(num_classes=classes) for classes in (10, 0)}
+    for classes, model in found.items():
+        convert(model, base=VIT, base_args=ARGUMENTS | {"num_classes": classes})
+    return lambda classes=10: copy.deepcopy(found[classes])
 
 
 @pytest.fixture(scope="session")

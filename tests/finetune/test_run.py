@@ -1,7 +1,5 @@
 """Runs, of one process and of several: what they learn and leave, where they stop, and that a stopped one goes on as if it had not."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import json
@@ -83,41 +81,23 @@ def test_sparse_to_dense_and_on_from_a_state_behind_the_change(converted: Make, 
     assert abs(losses[9] - losses[8]) < 0.3, "the change itself changes no output"
 
 
-def test_a_stopped_run_with_a_budget_goes_on_as_it_would_have(
+def test_a_stopped_run_with_a_budget_goes_on_as_it_would_have_and_fuses_the_groups_of_before(
     photographs: Path, converted: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As if there were a GPU, where two runs may measure other groups as faster."""
+    asked, groups, counts = [], [["blocks.0.mlp.fc2", "ffn"]], iter((11, 11))  # a resumed run asks no more
+
+    class Noting(run.Stepper):
+        def __init__(self, *given: Any, only: object, **more: Any) -> None:
+            super().__init__(*given, only=None, **more)
+            asked.append(only)
+            self.groups = groups
+
+    monkeypatch.setattr(run, "Stepper", Noting)
+    monkeypatch.setattr(run, "affordable", lambda *_: next(counts))
     settings = replace(UNLABELLED, epochs=None, minutes=5.0, save_every=3)  # so long that a slow machine looks as often
-    counts = iter((11, 11))
-    monkeypatch.setattr("flysurgery.finetune.run.affordable", lambda *_: next(counts))  # a resumed run asks no more
     check_resumed(tmp_path, lambda **more: taught(converted(0), photographs, settings, **more), stopped=8, state=6, every=3)
-    assert rows(tmp_path / "whole")[-1]["update"] == "11"
-
-
-def test_a_run_taken_up_again_fuses_the_groups_of_before(
-    photographs: Path, converted: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if there were a GPU: two runs may measure other groups as faster, and other kernels round otherwise."""
-    asked = list[object]()
-
-    def noting(of: type, group: str) -> type:
-        class Noting(of):
-            def __init__(self, *given: Any, only: object = None, **more: Any) -> None:
-                super().__init__(*given, **more)
-                asked.append(only)
-                self.groups = [[group, "ffn"]]
-
-        return Noting
-
-    monkeypatch.setattr(run, "Stepper", noting(run.Stepper, "blocks.0.mlp.fc2"))
-    monkeypatch.setattr(run, "Teacher", noting(run.Teacher, "blocks.1.mlp.fc2"))
-    check_resumed(
-        tmp_path,
-        lambda **more: taught(converted(0), photographs, replace(UNLABELLED, save_every=3), **more),
-        stopped=8,
-        state=6,
-        every=3,
-    )
-    assert asked == [None] * 4 + [[["blocks.1.mlp.fc2", "ffn"]], [["blocks.0.mlp.fc2", "ffn"]]]
+    assert rows(tmp_path / "whole")[-1]["update"] == "11" and asked == [None, None, groups]
 
 
 def test_it_learns_from_labels(converted: Make) -> None:
@@ -183,10 +163,8 @@ def test_tensorboard_gets_the_rows_of_the_log(converted: Make, tmp_path: Path) -
     (file,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
     events = EventAccumulator(str(file)).Reload()
     for name in ("loss", "learning_rate", "top1"):
-        logged = [(int(row["update"]), float(row[name])) for row in rows(tmp_path) if row[name]]
-        seen = [(event.step, event.value) for event in events.Scalars(name)]
-        assert [step for step, _ in seen] == [step for step, _ in logged], name
-        assert [value for _, value in seen] == pytest.approx([value for _, value in logged], rel=1e-6)
+        logged = {int(row["update"]): float(row[name]) for row in rows(tmp_path) if row[name]}
+        assert {event.step: event.value for event in events.Scalars(name)} == pytest.approx(logged, rel=1e-6), name
 
 
 def test_no_finite_loss_stops_and_keeps_the_last_good_state(converted: Make, tmp_path: Path) -> None:
@@ -260,23 +238,18 @@ def test_a_budget_sets_the_number_of_updates_and_slow_looks_leave_it_to_them(
     assert outcome.updates >= 1 and outcome.seconds < 20
     look, given = Judge.look, []
 
-    def slow(self: Judge, model: nn.Module, bare: nn.Module, *, accuracy: bool = True) -> Look:
+    def slow(*judged: Any, **more: Any) -> Look:
         time.sleep(0.3)
-        return look(self, model, bare, accuracy=accuracy)
-
-    def seven(update: object, seconds: float, agreed: object) -> int:
-        given.append(seconds)
-        return 7
+        return look(*judged, **more)
 
     monkeypatch.setattr(Judge, "look", slow)
-    monkeypatch.setattr("flysurgery.finetune.run.affordable", seven)
+    monkeypatch.setattr(run, "affordable", lambda update, seconds, agreed: given.append(seconds) or 7)
     model, settings = converted(), Settings(minutes=0.03, cpu=True)
     data, held_out = training_data("digits", model, settings, teacher=True), held_out_data("digits", model, teacher=True)
     outcome = train(model, data, settings, teacher=dense, held_out=held_out, folder=tmp_path)
     assert [row["update"] for row in rows(tmp_path) if row["top1"]] == ["0", "7"]
     assert outcome.labelled and outcome.updates == 7
-    (seconds,) = given  # at least two looks are left out of 1.8 seconds
-    assert seconds < 1.8 - 2 * 0.3
+    assert given[0] < 1.8 - 2 * 0.3, "at least two looks are left out of 1.8 seconds"
 
 
 def test_a_policy_of_increasing_magnitudes_never_posterizes_to_no_bits() -> None:
