@@ -36,7 +36,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from flysurgery.calibration import Pictures, Samples
 from flysurgery.calibration.samples import HELD_OUT_EVERY
 from flysurgery.errors import DataError, FlysurgeryError
-from flysurgery.evaluation.pictures import picture_of, read_image
+from flysurgery.evaluation.data import picture_of, read_image
 
 SIDE = 224
 LEAST_AREA = 0.25

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 
 from flysurgery.calibration import Samples, main_output, samples_of, unchanged_state
 from flysurgery.errors import DataError, OptionError, SurgeryError, WalkError
-from flysurgery.evaluation.data import ImageData, load_unseen, preparation
-from flysurgery.evaluation.pictures import sentence_of
+from flysurgery.evaluation.data import ImageData, load_unseen, preparation, sentence_of
 from flysurgery.fidelity import Fidelity, measure_fidelity
 from flysurgery.inference import is_optimized
 from flysurgery.surgery import classes_of, plan_of

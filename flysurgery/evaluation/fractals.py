@@ -17,12 +17,8 @@ from flysurgery.errors import DataError
 MAPS = 4  # contractions of the plane in a system
 BURN_IN, STEPS = 12, 32  # steps of each walker before its places are drawn, and those that are drawn
 PIXELS_A_WALKER, WALKERS = 16, (128, 4096)  # a picture has one walker for so many pixels, but at least and at most so many
-LONGEST = 128
-"""Longest side of what is painted. A larger picture is painted at a half, a third, ... of its size and enlarged, to be made fast."""
-
-BENDING = 0.05
-"""How far the entries of a picture's maps lie from those of its class, as a standard deviation; the maps' own entries are below 1."""
-
+LONGEST = 128  # side of what is painted; a larger picture is painted at a half, a third, ... of its size and enlarged, to be fast
+BENDING = 0.05  # standard deviation of the entries of a picture's maps from those of its class, which are below 1
 TURN, GROWTH, SHIFT = math.radians(12), 0.15, 0.1
 """Largest turn of a picture's attractor, change of its size, and shift in half pictures.
 

@@ -13,19 +13,13 @@ MINUTES = {"cuda": 1.0, "cpu": 20.0}  # the budget of a reconstruction where non
 FUSED_FROM_MINUTES, FUSING_SHARE = 1.0, 0.25
 """A reconstruction on CUDA uses fused modules from this budget on, and fuses no further model after this share of it. Measuring takes some
 8 seconds for both models, and 18 where kernels are compiled."""
-
 VIEWS = {"cuda": 64, "cpu": 8}  # views of an update, by the kind of device. A CPU makes few updates; with few views each it makes more
-REACH = 0.5
-"""The share of the gradient that passes from a block to the one before it, see ``Pull``. In the trials it is better than 0 and 1."""
-
+REACH = 0.5  # the share of the gradient that passes from a block to the one before it, see ``Pull``; in the trials better than 0 and 1
 TAUGHT = 0.2
 """The share of entries between blocks that are the teacher's when a reconstruction begins; it falls in a line to none, see ``Pull``. In
 trials of 75 seconds on Monarch 4 with a dense v the class token and the patch tokens gain .005."""
-
 OUTPUT_WEIGHT = 0.2  # the weight of the error of what the model returns, beside the blocks' and the tokens' own. No other was tried
-HIGHEST_RATE, LEAST_RATE = 7e-3, 0.5e-3
-"""The rates of a start that has everything to learn, and of one that has next to nothing, as shares of a parameter's size."""
-
+HIGHEST_RATE, LEAST_RATE = 7e-3, 0.5e-3  # of a start that has all or next to nothing to learn, as shares of a parameter's size
 TIMED = 5  # updates that measure the time of one, where that takes no more than the share ``SPARED`` of the budget
 SPARED = 0.03  # the share of what is left of a budget that the updates leave for everything else
 

@@ -13,13 +13,10 @@ LEAST_AREA, LEAST_AREA_VARIED = 0.25, 0.1  # the least share of a picture's larg
 MIXED, MIXED_VARIED = 0.25, 0.5  # the share of views that are two in one, likewise
 RATIO = 4 / 3  # the largest ratio of a crop's sides
 SHARE = 0.25  # the share of a device's free memory up to which pictures stay there
-
-SATURATION, CONTRAST, BRIGHTNESS, TINT = 0.6, 0.3, 0.3, 0.2
-"""The most by which a variety of 1 changes colours: factors of 1 ± the first two, and shifts of ± the others in standard deviations."""
-
+SATURATION, CONTRAST, BRIGHTNESS, TINT = 0.6, 0.3, 0.3, 0.2  # a variety of 1 multiplies by 1 ± the first two, and adds ± the others
 OFTEN = 1000
-"""Views of one picture from which the variety is 1. In a pair of trials with a quarter of the photographs, some 1180 views of each, a
-variety of 1 gains .003 of the class token and of the patch tokens over 0. Nothing between was tried."""
+"""Views of one picture from which the variety is 1. In a pair of trials with some 1180 views of each, a variety of 1 gains .003 of the
+class token and of the patch tokens over 0. Nothing between was tried."""
 
 
 def views(

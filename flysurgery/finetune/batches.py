@@ -15,8 +15,7 @@ from torch import Tensor
 from flysurgery.calibration import Pictures
 from flysurgery.errors import DataError, OptionError
 from flysurgery.evaluation import Fractals, Preparation
-from flysurgery.evaluation.data import MAX_WORKERS
-from flysurgery.evaluation.pictures import sentence_of
+from flysurgery.evaluation.data import MAX_WORKERS, sentence_of
 from flysurgery.fidelity import VIEWS, made_ahead, views
 from flysurgery.finetune.settings import BATCH, Settings
 

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from flysurgery.calibration import Pictures, main_output, unchanged_state
 from flysurgery.errors import DataError, raised_as
 from flysurgery.evaluation import Fractals, ImageData, Preparation, digits, load_data, preparation
-from flysurgery.evaluation.data import DIGITS, MADE, made
-from flysurgery.evaluation.pictures import (
+from flysurgery.evaluation.data import (
+    DIGITS,
+    MADE,
     PictureSet,
     check_not_blank,
     image_files,
     labelled_pictures,
+    made,
     picture_of,
     read_image,
     read_many,
@@ -38,9 +40,7 @@ _logger = logging.getLogger(__name__)
 
 TRAIN, HELD_OUT = ("train", "training"), ("val", "validation", "eval", "test")  # names of the folders that hold the two parts of a data set
 ASIDE = 10  # one image in so many is held out where a folder has no held-out part
-DIGIT_CROP, PHOTO_CROP, VIEW_CROP = 0.7, 0.08, 0.25
-"""The least share of an image that a random crop keeps: a digit must stay the same digit; photographs with classes have timm's default."""
-
+DIGIT_CROP, PHOTO_CROP, VIEW_CROP = 0.7, 0.08, 0.25  # the least share that a crop keeps; a digit must stay one, photographs have timm's
 IMAGES_A_CLASS = 256  # generated images of each class in an epoch, unless the settings say otherwise
 MOST_BYTES = 4 << 30
 

@@ -19,11 +19,10 @@ from flysurgery.evaluation import Accuracy, Fractals, ImageData
 from flysurgery.fidelity import Copied, Fidelity, Progress, affordable, moments, rate_for
 from flysurgery.finetune.batches import Batches, check_augmentation
 from flysurgery.finetune.data import TrainingData
-from flysurgery.finetune.measure import Judge, Look
+from flysurgery.finetune.judge import FUSED, Judge, Look, Teacher
 from flysurgery.finetune.settings import Settings, check_installed
 from flysurgery.finetune.state import Log, States, sharded
 from flysurgery.finetune.step import Stepper, optimizer_of
-from flysurgery.finetune.teacher import Teacher, fused_dtype
 from flysurgery.inference import Groups
 from flysurgery.surgery import densify, plan_of
 
@@ -115,7 +114,7 @@ def train(
     with ExitStack() as opened:
         taught = None
         if teacher is not None:
-            dtype = fused_dtype(accelerator) if fuses else None
+            dtype = FUSED.get(accelerator.mixed_precision) if fuses else None
             only = noted.get("fused", {}).get("teacher")
             taught = opened.enter_context(Teacher(teacher.to(accelerator.device), model, settings, dtype, only=only))
         batches = data.open(accelerator)

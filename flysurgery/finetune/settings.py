@@ -11,9 +11,8 @@ from flysurgery.errors import OptionError, TrainingError
 MUON = "muon"
 BATCH, EPOCHS, MINUTES = 64, 10, 10.0  # the defaults; minutes where there are no labels
 FUSED_FROM_MINUTES, FUSED_FROM_IMAGES = 2.0, 250_000
-"""The length from which a run uses fused modules. On an H200 they make 1.9 to 2.0 times the images a second of a ViT-S/16, and 1.4
-to 1.5 of a ViT-B/16 (``recipes/results/finetune_h200.csv``). The start takes up to 42 s longer. By these rows a converted ViT-S wins that
-back in 56 to 79 s, and a ViT-B in 136."""
+"""The length from which a run uses fused modules. On an H200 they make 1.4 to 2.0 times the images a second, after a start of up to 42 s
+more, which a converted ViT-S/16 wins back in 56 to 79 s and a ViT-B/16 in 136 (``recipes/results/finetune_h200.csv``)."""
 
 OF_TIMM: dict[str, Any] = {"learning_rate": 3e-4, "factor_rate": "fan-in", "weight_decay": 0.05, "warm_up": 0.1, "clip": 1.0}
 OF_MUON: dict[str, Any] = {"warm_up": 0.05, "clip": 0.0}

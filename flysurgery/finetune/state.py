@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 FACTS, BEST = "run.json", "best-{}.pt"
-
-FREE = frozenset({"learning_rate", "save_every", "log_every", "workers", "tensorboard"})
-"""Settings that may change when a run is resumed. With other changes it would be another run."""
+FREE = frozenset({"learning_rate", "save_every", "log_every", "workers", "tensorboard"})  # settings that a resumed run may change
 
 
 def sharded(accelerator: "Accelerator") -> bool:
@@ -33,8 +31,7 @@ def sharded(accelerator: "Accelerator") -> bool:
 class States:
     """The states of a run in ``folder``, one folder each, named after its update; an older one is removed when a newer one is complete.
 
-    The model's plan and shapes, the data, the settings and the number of processes make a run the same run. All processes call the same
-    methods.
+    Plan and shapes, data, settings and the number of processes make a run the same run. All processes call the same methods.
     """
 
     def __init__(self, folder: Path, model: nn.Module, data: str, settings: Settings, accelerator: "Accelerator") -> None:

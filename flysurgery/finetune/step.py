@@ -18,8 +18,8 @@ from flysurgery.fidelity import Captured, Copied, Muon, relative_error
 from flysurgery.fidelity import parameter_groups as groups_of_muon
 from flysurgery.finetune.batches import seed_everything
 from flysurgery.finetune.data import TrainingData
+from flysurgery.finetune.judge import Teacher, as_tensor
 from flysurgery.finetune.settings import MUON, Settings
-from flysurgery.finetune.teacher import Teacher, as_tensor
 from flysurgery.inference import Groups, fuse, restore
 from flysurgery.layers import ButterflyLinear
 

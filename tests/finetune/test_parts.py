@@ -16,8 +16,8 @@ from flysurgery.evaluation import preparation
 from flysurgery.finetune import Settings, held_out_data, training_data
 from flysurgery.finetune.batches import Batches
 from flysurgery.finetune.data import read_pictures, unlabelled_files
+from flysurgery.finetune.judge import Teacher
 from flysurgery.finetune.step import logits_loss, parameter_groups
-from flysurgery.finetune.teacher import Teacher
 from flysurgery.inference import fuse
 from tests.finetune.conftest import built
 

@@ -22,7 +22,7 @@ from flysurgery.errors import DataError, FlysurgeryError, OptionError, TrainingE
 from flysurgery.fidelity import Copied
 from flysurgery.finetune import Settings, held_out_data, judging_data, run, train, training_data
 from flysurgery.finetune.batches import policy_of
-from flysurgery.finetune.measure import Judge, Look
+from flysurgery.finetune.judge import Judge, Look
 from flysurgery.finetune.run import Outcome, accelerator_for
 from flysurgery.finetune.state import States
 from flysurgery.layers import ButterflyLinear

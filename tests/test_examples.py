@@ -10,7 +10,7 @@ from PIL import Image
 
 import flysurgery
 
-FOLDER = Path(__file__).parents[2] / "examples"
+FOLDER = Path(__file__).parents[1] / "examples"
 
 RUNS = {
     "deploy_timm": (("--photographs", "images"), "classes of the first photographs", "checkpoints/deployed"),
