@@ -80,9 +80,7 @@ class Muon(torch.optim.Optimizer):
         return state[name]
 
 
-def orthogonal(
-    matrices: Tensor,  # shape: (batch, rows, columns)
-) -> Tensor:
+def orthogonal(matrices: Tensor) -> Tensor:  # shapes: (batch, rows, columns)
     """Bring the singular values of matrices to about 1, by five steps of a Newton-Schulz iteration in bfloat16.
 
     Source: K. Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.

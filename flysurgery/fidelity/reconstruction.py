@@ -18,7 +18,7 @@ from flysurgery.errors import DataError, SurgeryError
 from flysurgery.fidelity.captured import WARM_UP, Captured, made_ahead
 from flysurgery.fidelity.measure import Fidelity, first_tensor, measure_fidelity
 from flysurgery.fidelity.optimizer import Muon, parameter_groups
-from flysurgery.fidelity.processes import connected
+from flysurgery.fidelity.processes import Processes, connected
 from flysurgery.fidelity.settings import OUTPUT_WEIGHT, REACH, TAUGHT, Settings, affordable, moments, rate_for
 from flysurgery.fidelity.stream import Pull, Stream, relative_error
 from flysurgery.fidelity.views import Source
@@ -112,14 +112,14 @@ def updating(
     source: Source,
     cuts: Sequence[Cut],
     rate: float,
-    average: Callable[[Sequence[Tensor]], None],
+    processes: Processes,
     fuses_until: float,
 ) -> Iterator[Callable[..., Tensor]]:
     """Give a function that makes one update of ``student`` towards ``teacher``; on CUDA an update is one graph that is replayed.
 
     There copies of both models in bfloat16 do the work, by fused modules where these are faster, and the student's own parameters, in
-    float32, take the steps. Before each step ``average`` changes their gradients in place. ``rate`` is the highest one. After the time
-    ``fuses_until`` no model is fused.
+    float32, take the steps by the mean gradients of all ``processes``. ``rate`` is the highest one. After the time ``fuses_until`` no model
+    is fused.
     """
     device, parameters = next(student.parameters()).device, learning(student)
     half = HalfCopy(student) if device.type == "cuda" else None
@@ -148,7 +148,7 @@ def updating(
         given.backward((difference * (OUTPUT_WEIGHT * scale)).to(given.dtype))
         if half is not None:
             half.give_gradients()
-        average([each.grad for each in parameters if each.grad is not None])
+        processes.average([each.grad for each in parameters if each.grad is not None])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if half is not None:
@@ -259,7 +259,7 @@ def reconstruct(
             source = Source(samples.to_view(), settings.batch, device)
             torch.manual_seed(settings.seed + APART * processes.rank)
             rate, until = rate_for(before.relative_error, settings.rate), started + settings.fusing_seconds
-            with updating(student, teacher, source, cuts, rate, processes.average, until) as update:
+            with updating(student, teacher, source, cuts, rate, processes, until) as update:
                 left = 60 * settings.minutes - (perf_counter() - started)
                 updates = affordable(update, left, processes.agreed)
                 source.expect(updates * settings.batch * processes.count)

@@ -19,11 +19,7 @@ OFTEN = 1000
 class token and of the patch tokens over 0. Nothing between was tried."""
 
 
-def views(
-    pictures: Pictures,
-    chosen: Tensor,  # shape: (batch,)
-    varied: float = 0.0,
-) -> Tensor:  # shape: (batch, channels, height, width)
+def views(pictures: Pictures, chosen: Tensor, varied: float = 0.0) -> Tensor:  # shapes: (batch,), (batch, channels, height, width)
     """Make one random view of each of the ``chosen`` pictures, as the model takes it, in float32.
 
     Half of all crops are mirrored. A quarter of all views are two in one, mixed by a random shape with a soft outline: few pictures then
@@ -44,11 +40,7 @@ def views(
     return saturated * (1 + CONTRAST * drawn[1, :, :1]) + BRIGHTNESS * drawn[2, :, :1] + TINT * drawn[3]
 
 
-def crops(
-    pictures: Pictures,
-    chosen: Tensor,  # shape: (batch,)
-    least: float,
-) -> Tensor:  # shape: (batch, channels, height, width)
+def crops(pictures: Pictures, chosen: Tensor, least: float) -> Tensor:  # shapes: (batch,), (batch, channels, height, width)
     """Cut a random piece out of each of the ``chosen`` pictures, of at least this share of its largest square; half are mirrored."""
     if pictures.canvas.ndim != 4:
         return pictures.canvas[chosen].float()

@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 UPDATES = 1 << 30  # sets the seeds of updates apart from those of epochs
 
 
-def logits_loss(
-    scores: Tensor,  # shape: (batch, classes)
-    wanted: Tensor,  # shape: (batch, classes)
-    temperature: float,
-) -> Tensor:
+def logits_loss(scores: Tensor, wanted: Tensor, temperature: float) -> Tensor:  # shapes: (batch, classes)
     """Give the Kullback-Leibler divergence of the softened scores from the teacher's, times the squared temperature.
 
     Source: G. Hinton, O. Vinyals, J. Dean, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
