@@ -107,13 +107,7 @@ def precision(models: Sequence[nn.Module], x: Tensor) -> AbstractContextManager[
 
 @contextmanager
 def updating(
-    student: nn.Module,
-    teacher: nn.Module,
-    source: Source,
-    cuts: Sequence[Cut],
-    rate: float,
-    processes: Processes,
-    fuses_until: float,
+    student: nn.Module, teacher: nn.Module, source: Source, cuts: Sequence[Cut], rate: float, processes: Processes, fuses_until: float
 ) -> Iterator[Callable[..., Tensor]]:
     """Give a function that makes one update of ``student`` towards ``teacher``; on CUDA an update is one graph that is replayed.
 
@@ -197,13 +191,7 @@ class Reconstruction:
 
 
 def reconstruct(
-    student: nn.Module,
-    teacher: nn.Module,
-    samples: Samples,
-    cuts: Sequence[Cut],
-    settings: Settings,
-    *,
-    progress: Progress | None = None,
+    student: nn.Module, teacher: nn.Module, samples: Samples, cuts: Sequence[Cut], settings: Settings, *, progress: Progress | None = None
 ) -> Reconstruction:
     """Fit the parameters of ``student``, in place, so that every block gives the output of the dense model's block.
 
