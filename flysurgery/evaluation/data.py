@@ -219,7 +219,8 @@ def load_unseen(name: str | Path, model: nn.Module, *, samples: int | None = Non
 
 def _order(count: int, wanted: int) -> Sequence[int]:
     """Order all positions: first ``wanted`` of them that are spread evenly, then the others, to make up for unreadable images."""
-    chosen = [index * count // wanted for index in range(wanted)] if count > wanted else list(range(count))
+    wanted = min(count, wanted)
+    chosen = [index * count // wanted for index in range(wanted)]
     return chosen + sorted(set(range(count)) - set(chosen))
 
 

@@ -145,12 +145,14 @@ class Look:
 
 
 class Judge:
-    """Looks at a model on held-out images, where there are any; every process sees the same."""
+    """Looks at a model on held-out images, where there are any; every process sees the same.
+
+    ``images`` are compared with the teacher, in batches; empty where there is nothing to compare.
+    """
 
     def __init__(self, data: ImageData | None, teacher: Teacher | None, accelerator: "Accelerator", batch_size: int) -> None:
         self._data, self._teacher, self._accelerator, self._batch_size = data, teacher, accelerator, batch_size
         self.images = [] if data is None or teacher is None else images_of(data, accelerator.device, batch_size)
-        """What is compared with the teacher, in batches; empty where there is nothing to compare."""
 
     def look(self, model: nn.Module, bare: nn.Module, *, accuracy: bool = True) -> Look:
         """See how good a model is, prepared and bare."""
@@ -164,8 +166,7 @@ class Judge:
     def accuracy(self, model: nn.Module) -> Accuracy | None:
         """Measure the accuracy of a prepared model on all images; every process gets it. None without classes.
 
-        Each process looks at its share. Where the weights themselves are shared out, every forward is one of all processes, so each
-        looks at everything.
+        Each process looks at its share, or at everything where weights are shared out, and every forward is one of all processes.
         """
         data, accelerator, size = self._data, self._accelerator, self._batch_size
         if data is None or not data.num_classes:
@@ -186,13 +187,12 @@ class Judge:
 
 def images_of(data: ImageData, device: torch.device, batch_size: int) -> list[Tensor]:
     """Read images of ``data`` into memory, in batches; those that cannot be read are left out."""
-    most = MOST.get(device.type, MOST["cuda"])
+    count = min(data.samples, MOST.get(device.type, MOST["cuda"]))
     dataset: Any = data.dataset
     if isinstance(dataset, IterableDataset):
-        found: list[Tensor | DataError] = [image for image, _ in islice(iter(dataset), most)]
+        found: list[Tensor | DataError] = [image for image, _ in islice(iter(dataset), count)]
     else:
-        chosen = range(data.samples) if data.samples <= most else [index * data.samples // most for index in range(most)]
-        found = list(read_many(lambda index: dataset[index][0], chosen))
+        found = list(read_many(lambda index: dataset[index * data.samples // count][0], range(count)))
     images = [each for each in found if isinstance(each, Tensor)]
     if not images:
         raise DataError(f"{data.name}: no held-out image can be read, the first for this reason: {next(iter(found), 'there are none')}")
