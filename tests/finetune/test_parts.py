@@ -1,5 +1,6 @@
 """What a run is made of: settings, losses, groups of parameters, teachers, and the data that are read to train on."""
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,25 @@ from flysurgery.finetune import Settings, held_out_data, training_data
 from flysurgery.finetune.batches import Batches
 from flysurgery.finetune.data import read_pictures, unlabelled_files
 from flysurgery.finetune.judge import Teacher
+from flysurgery.finetune.run import accelerator_for
 from flysurgery.finetune.step import logits_loss, parameter_groups
-from flysurgery.inference import fuse
+from flysurgery.inference import fuse, is_optimized
 from tests.finetune.conftest import built
 
 Make = Callable[..., nn.Module]
+
+
+def test_bfloat16_is_taken_on_cuda_where_nobody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr("accelerate.Accelerator", lambda **given: taken.append(given["mixed_precision"]) or SimpleNamespace(state=None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    for settings, quick in ((Settings(), True), (Settings(), False), (Settings(precision="no"), True), (Settings(cpu=True), True)):
+        accelerator_for(settings, None, quick=quick)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    accelerator_for(Settings(), None, quick=True)
+    assert taken == ["bf16", None, "no", None, None]
 
 
 def test_scores_are_held_against_softened_ones() -> None:
@@ -73,6 +88,19 @@ def test_a_teacher_that_does_not_match_or_gives_its_outputs_alone(converted: Mak
     teacher = Teacher(built(depth=1), converted(), Settings())
     assert teacher.cuts == () and teacher.pull(converted()) is None
     assert Teacher(built(embed_dim=64), converted(), Settings(blocks_weight=0)).cuts == ()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_teacher_runs_fused_and_gives_the_same() -> None:
+    dense = built(img_size=32, embed_dim=384, num_heads=6).cuda()
+    student, images = copy.deepcopy(dense), torch.randn(64, 1, 32, 32, device="cuda")
+    exact, fused = Teacher(dense, student, Settings()), Teacher(dense, student, Settings(), torch.bfloat16)
+    assert fused._fast is not None and is_optimized(fused._fast) and not is_optimized(dense)
+    with torch.autocast("cuda", torch.bfloat16):
+        outputs = [teacher(images).float() for teacher in (exact, fused)]
+    pairs = [(outputs[1], outputs[0]), *((fused._stream.values[number], each) for number, each in exact._stream.values.items())]
+    for given, wanted in pairs:
+        assert (given.float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
 
 
 @pytest.mark.parametrize(
