@@ -1,7 +1,5 @@
 """Run a model over samples to measure the inputs of its layers, and how much its output depends on each layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -76,7 +74,7 @@ def collect(model: nn.Module, layers: Mapping[str, int], batches: Iterable[Tenso
 
     def seen(fqn: str) -> None:
         left[fqn] -= 1
-        if not any(count > 0 for count in left.values()):
+        if max(left.values()) <= 0:
             raise _AllSeen
 
     with watched(model, layers, seen) as found, unchanged_state(model):

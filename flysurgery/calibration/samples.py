@@ -1,7 +1,5 @@
 """The samples for calibration, checked and split: most are fitted to, the held-out ones measure errors. And pictures to crop from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -51,14 +49,14 @@ class Pictures:
         return len(self.canvas)
 
     @classmethod
-    def of_inputs(cls, inputs: Tensor) -> Pictures:
+    def of_inputs(cls, inputs: Tensor) -> "Pictures":
         """Inputs of a model as they are, shape (samples, *sample): crops are taken of them and made larger."""
         height, width = inputs.shape[-2:] if inputs.ndim == 4 else (0, 0)
         sizes = torch.tensor([[height, width]], dtype=torch.float32).expand(len(inputs), 2)
         return cls(inputs, sizes, (height, width), torch.empty(0), torch.empty(0))
 
     @classmethod
-    def of_images(cls, images: Sequence[Tensor], size: tuple[int, int], mean: Sequence[float], std: Sequence[float]) -> Pictures:
+    def of_images(cls, images: Sequence[Tensor], size: tuple[int, int], mean: Sequence[float], std: Sequence[float]) -> "Pictures":
         """Images of shape (channels, height, width) in uint8, of any sizes; the memory is that of the largest sides for each."""
         sizes = torch.tensor([image.shape[-2:] for image in images])
         canvas = torch.zeros(len(images), images[0].shape[0], *sizes.amax(0).tolist(), dtype=torch.uint8)
@@ -66,8 +64,7 @@ class Pictures:
             part[:, : image.shape[1], : image.shape[2]] = image
         return cls(canvas, sizes.float(), size, torch.tensor(mean), torch.tensor(std))
 
-    def to(self, device: torch.device) -> Pictures:
-        """The same pictures on ``device``."""
+    def to(self, device: torch.device) -> "Pictures":
         names = ("canvas", "sizes", "mean", "std")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
@@ -99,7 +96,7 @@ class Samples:
         """The held-out samples, in batches."""
         return self._batches(self._held_out_positions())
 
-    def without_held_out(self) -> Samples:
+    def without_held_out(self) -> "Samples":
         """The samples to fit with, as samples that are split again."""
         return Samples(self.inputs[self.fit_positions()], self.name, self.skipped)
 

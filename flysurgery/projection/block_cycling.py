@@ -1,7 +1,5 @@
 """Products of two factors that are near a matrix in what they do to given inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -11,13 +9,11 @@ import torch
 from torch import Tensor
 
 from flysurgery.patterns import Architecture
-from flysurgery.projection.grid import Grid
-from flysurgery.projection.truncated_svd import truncated_product
+from flysurgery.projection.two_factor import Grid, truncated_product
 
 SWEEPS = 10
 ENOUGH = 1e-3
-ROUNDING = 1e-9
-"""By so much, relative to ``tr(W G Wᵀ)``, may an error seem to rise in float64."""
+"""A sweep that lowers the error by less than this share is the last."""
 RIDGE = 1e-13
 """Added to a singular system of the left factor, relative to its trace; the step is not taken where it does not help."""
 
@@ -43,7 +39,6 @@ def cycle_together(
     grams: Sequence[Tensor],  # one a matrix, shape (in_features, in_features), float64, positive definite
     *,
     sweeps: int = SWEEPS,
-    enough: float = ENOUGH,
 ) -> list[Fitted]:
     """Find for each matrix W with its G a product ``K_1 K_2`` that makes ``tr(D G Dᵀ)`` small, with ``D = W - K_1 K_2``.
 
@@ -53,7 +48,7 @@ def cycle_together(
     sweep first solves for the whole left factor, the right one fixed, and then goes through the column classes; each step is a minimum in
     what it moves, so the error never rises. It starts from the better of the plain projection and the one that leaves out what G says
     between column classes; where there is one column class, that is the minimum, and there are no sweeps. A matrix is done after
-    ``sweeps`` sweeps, or when a sweep lowers its error by less than the share ``enough``. The result is no global minimum.
+    ``sweeps`` sweeps, or when a sweep lowers its error by less than the share ``ENOUGH``. The result is no global minimum.
 
     With k inner indices for each pair of one of R row and one of C column classes a sweep costs about ``8*k*C*m*n + 2*k*R*n²`` flops, and
     an eigenproblem of size ``min(b1, c2)`` a block. It waits for the device once. Holds two or three times what the grams hold.
@@ -69,25 +64,24 @@ def cycle_together(
     going = list(range(len(errors)))
     for sweep in range(sweeps + 1):
         is_last = sweep == sweeps or len(cycle.parts) == 1
-        done = [at for at, number in enumerate(going) if is_last or _has_come_to_rest(errors[number], enough)]
+        done = [at for at, number in enumerate(going) if is_last or _has_come_to_rest(errors[number])]
         if done:
             products |= {going[at]: cycle.grid.scatter(product) for at, product in zip(done, state.product[done], strict=True)}
         if len(done) == len(going):
             break
         if done:
             rest = [at for at in range(len(going)) if at not in done]
-            going, problems, state = [going[at] for at in rest], _Problems(*_each(problems, rest)), _State(*_each(state, rest))
+            going = [going[at] for at in rest]
+            problems, state = _Problems(*(each[rest] for each in problems)), _State(*(each[rest] for each in state))
         state = cycle.visit_column_classes(problems, cycle.solve_left_factor(problems, state))
         for number, error in zip(going, problems.errors(state), strict=True):
-            before = errors[number][-1]
-            assert error**2 <= before**2 + ROUNDING, f"a sweep raised the error from {before} to {error}"
             errors[number].append(error)
     seconds = (perf_counter() - started) / len(errors)
     return [Fitted(products[number], tuple(of_one), seconds) for number, of_one in enumerate(errors)]
 
 
-def _has_come_to_rest(errors: Sequence[float], enough: float) -> bool:
-    return len(errors) > 1 and errors[-1] >= (1 - enough) * errors[-2]
+def _has_come_to_rest(errors: Sequence[float]) -> bool:
+    return len(errors) > 1 and errors[-1] >= (1 - ENOUGH) * errors[-2]
 
 
 class _State(NamedTuple):
@@ -122,15 +116,8 @@ class _Problems(NamedTuple):
         return lost.clamp_min(0) / self.whole
 
 
-def _each(tensors: Sequence[Tensor], numbers: list[int]) -> list[Tensor]:
-    return [tensor[numbers] for tensor in tensors]
-
-
-def _summed(
-    left: Tensor,  # shape: (problems, row classes, b1, column classes, rank)
-    rows: Tensor,  # shape: (problems, row classes, column classes, rank, n)
-) -> Tensor:  # shape: (problems, row classes, b1, n)
-    """The product of both, summed over the column classes."""
+def _summed(left: Tensor, rows: Tensor) -> Tensor:
+    """The product of left factors and rows of right ones, summed over the column classes; shape (problems, row classes, b1, n)."""
     return left.flatten(3) @ rows.flatten(2, 3)
 
 
@@ -138,15 +125,16 @@ class _Cycle:
     """The steps, for many problems of one architecture."""
 
     def __init__(self, architecture: Architecture) -> None:
-        self.grid = Grid(architecture)
-        ranks, size = self.grid.ranks(), architecture.patterns[1].c
+        self.grid = Grid(*architecture)
+        sizes, size = (self.grid.rows.count, self.grid.columns.count), architecture.patterns[1].c
+        ranks = torch.bincount(self.grid.block_of_inner, minlength=sizes[0] * sizes[1]).reshape(sizes)
         self.rank = int(ranks.max())
         self.is_kept = torch.arange(self.rank) < ranks[..., None]  # shape: (row classes, column classes, rank)
         self.parts = [slice(start, start + size) for start in range(0, architecture.in_features, size)]  # of each column class
 
     def problems(self, matrices: Sequence[Tensor], grams: Sequence[Tensor]) -> _Problems:
         weight = torch.stack([self.grid.gather(matrix) for matrix in matrices])
-        columns = self.grid.columns.order().to(weight.device)
+        columns = self.grid.columns.order.to(weight.device)
         gram = torch.stack([gram[columns][:, columns] for gram in grams])
         pull = weight @ gram[:, None]
         roots = torch.linalg.cholesky(torch.stack([gram[:, part, part] for part in self.parts], dim=1))
@@ -199,12 +187,8 @@ class _Cycle:
         return left.unflatten(0, blocks.shape[:-2]), right
 
 
-def low_ranks(
-    matrix: Tensor,  # shape: (out_features, in_features), float64
-    ranks: Sequence[int],
-    gram: Tensor,  # shape: (in_features, in_features), float64, positive definite
-) -> list[Fitted]:
-    """Find for each rank the product that makes ``tr(D G Dᵀ)`` least, which is a reduced-rank regression.
+def low_ranks(matrix: Tensor, ranks: Sequence[int], gram: Tensor) -> list[Fitted]:
+    """Find for each rank the product that makes ``tr(D G Dᵀ)`` least, which is a reduced-rank regression; as in ``cycle_together``.
 
     For ``G = L Lᵀ`` it is the truncated SVD of ``W L``, times ``L⁻¹``. All ranks take their leading triples from one eigenproblem of size
     ``min(out_features, in_features)``.
@@ -214,7 +198,7 @@ def low_ranks(
     started = perf_counter()
     root = torch.linalg.cholesky(gram)
     target = matrix @ root
-    left, rows = (each[0] for each in truncated_product(target[None], min(max(ranks), *matrix.shape)))
+    left, rows = (each[0] for each in truncated_product(target[None], max(ranks)))
     right = torch.linalg.solve_triangular(root, rows, upper=False, left=False)
     products = [left[:, :rank] @ right[:rank] for rank in ranks]
     whole = torch.linalg.vector_norm(target)

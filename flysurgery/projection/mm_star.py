@@ -1,7 +1,5 @@
 """Factors of a matrix that is a Monarch matrix times the transpose of another, by simultaneous diagonalization."""
 
-from __future__ import annotations
-
 from time import perf_counter
 
 import torch
@@ -68,9 +66,7 @@ def factor_mm_star(
     return found
 
 
-def _start(
-    B: Tensor,  # shape: (b, b, s, s)
-) -> tuple[Tensor, Tensor]:  # A and C, shapes: (b, s, s)
+def _start(B: Tensor) -> tuple[Tensor, Tensor]:  # shapes: (b, b, s, s) and (b, s, s) twice
     """A and C of a solution whose ``D_il`` and ``D_kj`` are the identity, with the row k and column l of blocks farthest from singular."""
     values = torch.linalg.svdvals(B)
     invertible = (values[..., -1] / values[..., 0]).nan_to_num()  # a block of zeros has 0/0

@@ -1,7 +1,5 @@
 """First and second moments of the rows that enter a layer, and by them the metric of errors in its weight, and the error of its output."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +33,8 @@ class Moments:
         self.rows = 0
         self.batches = 0
 
-    def add(
-        self,
-        batch: Tensor,  # shape: (*batch, n)
-    ) -> None:
-        """Add the rows of one batch. Batches should be alike and independent: ``uncertainty`` compares them."""
+    def add(self, batch: Tensor) -> None:
+        """Add the rows of one batch, shape (*batch, n). Batches should be alike and independent: ``uncertainty`` compares them."""
         rows = batch.detach().reshape(-1, self.features)
         if not len(rows):
             return
@@ -59,8 +54,8 @@ class Moments:
 
     @property
     def is_finite(self) -> bool:
-        """Whether no NaN or infinite entry has come in; also true of no rows."""
-        return not self.rows or bool(self._scatter.isfinite().all())
+        """Whether no NaN or infinite entry has come in."""
+        return bool(self._scatter.isfinite().all())
 
     @property
     def mean(self) -> Tensor:  # shape: (n,)
@@ -80,12 +75,8 @@ class Moments:
     def second(self) -> Tensor:  # shape: (n, n)
         return self.covariance + torch.outer(self.mean, self.mean)
 
-    def mean_square(
-        self,
-        weight: Tensor,  # shape: (m, n), float64
-        bias: Tensor | None = None,  # shape: (m,)
-    ) -> float:
-        """E|weight x + bias|²."""
+    def mean_square(self, weight: Tensor, bias: Tensor | None = None) -> float:
+        """E|weight x + bias|²; shapes (m, n) and (m,), in float64."""
         about_mean = (weight @ self._scatter * weight).sum() / self.rows - (weight @ self._offset).square().sum()
         mean = weight @ self.mean
         return max(float(about_mean + (mean if bias is None else mean + bias).square().sum()), 0.0)
@@ -101,10 +92,8 @@ class Moments:
         between = float(self._spread - self._scatter.square().sum() / self.rows)
         return max(between, 0.0) / (self.batches - 1) / self.rows
 
-    def permuted(
-        self,
-        order: Tensor,  # shape: (n,), a permutation of 0 to n-1
-    ) -> Moments:
+    def permuted(self, order: Tensor) -> "Moments":
+        """Those of the features in another order, a permutation of 0 to n-1."""
         other = Moments(self.features)
         other.rows, other.batches, other._spread = self.rows, self.batches, self._spread
         other._origin, other._sum, other._scatter = self._origin[order], self._sum[order], self._scatter[order][:, order]
@@ -167,17 +156,16 @@ class OutputError:
         """The root of their quotient; 0 where the layer gives zeros only."""
         return (self.squared / self.reference) ** 0.5 if self.reference > 0 else 0.0
 
-    def __add__(self, other: OutputError) -> OutputError:
+    def __add__(self, other: "OutputError") -> "OutputError":
         return OutputError(self.squared + other.squared, self.reference + other.reference)
 
 
-def output_error(
-    weight: Tensor,  # shape: (out_features, in_features), float64
-    stand_in: Tensor,  # shape: (out_features, in_features), float64
-    shift: Tensor | None,  # shape: (out_features,), what was added to the bias
-    moments: Moments,
-    reference: float | None = None,
-) -> OutputError:
-    """How far ``stand_in x + shift`` is from ``weight x``, over the rows of the moments; ``reference`` where it is known."""
-    squared = moments.mean_square(weight - stand_in, None if shift is None else -shift)
+def output_error(weight: Tensor, stand_in: Tensor, shift: Tensor | None, moments: Moments, reference: float | None = None) -> OutputError:
+    """How far ``stand_in x + shift`` is from ``weight x``, over the rows of the moments, in float64 on their device.
+
+    ``reference`` is the mean square of ``weight x`` where it is known.
+    """
+    mean = moments.mean
+    weight = weight.to(mean)
+    squared = moments.mean_square(weight - stand_in.to(mean), None if shift is None else -shift.to(mean))
     return OutputError(squared, moments.mean_square(weight) if reference is None else reference)

@@ -1,7 +1,5 @@
 """The order of features that several layers share, which all become products of two factors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,9 +11,12 @@ from torch import Tensor
 from flysurgery.factors import factor_to_dense
 from flysurgery.patterns import Architecture
 from flysurgery.projection.block_cycling import SWEEPS, Fitted
-from flysurgery.projection.grid import Classes, Grid
-from flysurgery.projection.side_by_side import FitProblem, fit_side_by_side, workers
-from flysurgery.projection.two_factor import two_factor
+from flysurgery.projection.calibrated import FitProblem, fit_side_by_side, workers
+from flysurgery.projection.two_factor import Classes, Grid, two_factor
+
+T = TypeVar("T")
+_Order: TypeAlias = tuple[Tensor, ...]
+"""The order of each ``Features`` of a sharing."""
 
 SHARES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.0)
 """Of the directions of each class, those that count, round by round. All of them nearly hold the features that they were fitted to, which
@@ -39,16 +40,11 @@ class Side:
 
     @property
     def classes(self) -> Classes:
-        """Those of the places; the price of a place is that of its class."""
-        grid = Grid(self.architecture)
+        """Those of the places; the price of a place is that of its class. Where there is one, no order is better than another."""
+        grid = Grid(*self.architecture)
         return grid.columns if self.columns else grid.rows
 
-    @property
-    def is_indifferent(self) -> bool:
-        """Whether all places are in one class, so that no order is better than another."""
-        return self.classes.count == 1
-
-    def reordered(self, order: Tensor) -> Side:
+    def reordered(self, order: Tensor) -> "Side":
         """The side with feature ``order[i]`` at place i."""
         index = order.to(self.gram.device)
         if not self.columns:
@@ -62,7 +58,7 @@ class Features:
 
     count: int
     sides: tuple[Side, ...]
-    free: bool = True
+    free: bool
 
 
 @dataclass(frozen=True)
@@ -72,13 +68,12 @@ class Orders:
     ``before`` and ``after`` hold the squared relative error of each side; the sum of all is after at most what it was before.
     """
 
-    orders: tuple[Tensor, ...]  # shape: (count,), int64, on the CPU
+    orders: _Order  # each of shape (count,), int64, on the CPU
     before: tuple[tuple[float, ...], ...]
     after: tuple[tuple[float, ...], ...]
 
     @property
     def lowers(self) -> bool:
-        """Whether the orders are better than the features' own."""
         return sum(map(sum, self.after)) < sum(map(sum, self.before))
 
 
@@ -87,8 +82,8 @@ class Sharing:
     """Features whose orders depend on each other, in ``groups`` of equal length; with ``swap_groups`` these may change places."""
 
     features: tuple[Features, ...]
-    groups: int = 1
-    swap_groups: bool = False
+    groups: int
+    swap_groups: bool
 
 
 @torch.no_grad()
@@ -129,20 +124,16 @@ def choose_orders(sharings: Sequence[Sharing]) -> list[Orders]:
     return found
 
 
-_Order: TypeAlias = tuple[Tensor, ...]
-"""The order of each ``Features`` of a sharing."""
-T = TypeVar("T")
-
-
 def _fits(
     sharings: Sequence[Sharing], orders: Sequence[_Order], sweeps: int, finish: Callable[[Side, Fitted], T]
 ) -> list[tuple[tuple[T, ...], ...]]:
     """What ``finish`` makes of the fit of each side, by sharing and features."""
-    sides = [
-        [[side.reordered(order) for side in features.sides] for features, order in zip(sharing.features, of_sharing, strict=True)]
+    flat = [
+        side.reordered(order)
         for sharing, of_sharing in zip(sharings, orders, strict=True)
+        for features, order in zip(sharing.features, of_sharing, strict=True)
+        for side in features.sides
     ]
-    flat = [side for of_sharing in sides for of_features in of_sharing for side in of_features]
 
     def finish_side(at: int, fitted: Fitted | None) -> T:
         assert fitted is not None  # sides have two factors
@@ -150,7 +141,7 @@ def _fits(
 
     made = dict(fit_side_by_side([FitProblem(side.matrix, side.architecture, side.gram) for side in flat], finish_side, sweeps=sweeps))
     in_turn = (made[at] for at in range(len(flat)))
-    return [tuple(tuple(next(in_turn) for _ in of_features) for of_features in of_sharing) for of_sharing in sides]
+    return [tuple(tuple(next(in_turn) for _ in features.sides) for features in sharing.features) for sharing in sharings]
 
 
 def _squared_error(side: Side, fitted: Fitted) -> float:
@@ -158,7 +149,7 @@ def _squared_error(side: Side, fitted: Fitted) -> float:
 
 
 def _error_and_prices(side: Side, fitted: Fitted, share: float) -> tuple[float, Tensor]:
-    return _squared_error(side, fitted), _prices(side, two_factor(fitted.product.cpu(), side.architecture), share)
+    return _squared_error(side, fitted), _prices(side, two_factor(fitted.product.cpu(), *side.architecture), share)
 
 
 def _next_order(sharing: Sharing, order: _Order, fits: Sequence[Sequence[tuple[float, Tensor]]]) -> _Order:
@@ -190,22 +181,19 @@ def _prices(side: Side, fit: tuple[Tensor, Tensor], share: float) -> Tensor:  # 
     """What each feature costs at each place, if ``share`` of the inner indices of each class are there to make it from, the strongest."""
     left, right = (factor_to_dense(factor).to(side.gram.device) for factor in fit)
     strength = left.square().sum(0) * (right @ side.gram * right).sum(1)
-    class_of_inner, strongest = side.classes.of_inner, []
-    for number in range(side.classes.count):
-        inner = (class_of_inner == number).nonzero()[:, 0].to(strength.device)
+    classes, strongest = side.classes, []
+    for number in range(classes.count):
+        inner = (classes.of_inner == number).nonzero()[:, 0].to(strength.device)
         strongest.append(inner[strength[inner].argsort(descending=True, stable=True)[: max(1, round(share * len(inner)))]])
     if side.columns:
         prices = _column_prices(side, [left[:, inner] for inner in strongest])
     else:
-        prices = _row_prices(side, [right[inner] for inner in strongest])
-    return prices.cpu()[:, side.classes.of_features]
+        prices = _row_prices(side, [right[inner] for inner in strongest])  # shape: (features, classes)
+    return prices.cpu()[:, classes.of_features]
 
 
-def _row_prices(
-    side: Side,
-    spans: Sequence[Tensor],  # rows of K_2 of each class
-) -> Tensor:  # shape: (features, row classes)
-    """The share of the whole that a row loses if only the rows of K_2 of a row class are there to make it from."""
+def _row_prices(side: Side, spans: Sequence[Tensor]) -> Tensor:
+    """The share of the whole that a row loses if only the ``spans``, the rows of K_2 of a row class, are there to make it from."""
     pulled = side.matrix @ side.gram
     energy = (pulled * side.matrix).sum(1)
     prices = []
@@ -217,10 +205,7 @@ def _row_prices(
     return torch.stack(prices, dim=1) / energy.sum()
 
 
-def _column_prices(
-    side: Side,
-    spans: Sequence[Tensor],  # columns of K_1 of each class
-) -> Tensor:  # shape: (features, column classes)
+def _column_prices(side: Side, spans: Sequence[Tensor]) -> Tensor:
     """The share of the whole that a column loses in the span of a class's columns of K_1, weighted by how much its feature varies.
 
     These columns are orthogonal: those of one block are left singular vectors, and the blocks of one column class lie in different rows.

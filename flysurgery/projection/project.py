@@ -1,7 +1,5 @@
 """From a dense matrix to the nearest product of Kronecker-sparse factors, or to random ones, and how far it is from the matrix."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -56,21 +54,16 @@ def project(
     """
     started = perf_counter()
     matrix = checked_matrix(weight, architecture)
-    return as_projection(weight, matrix, architecture, _nearest(matrix, architecture), started)
-
-
-def _nearest(matrix: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
     if len(architecture) == 1:
-        return (dense_to_factor(matrix, architecture.patterns[0]),)
-    if len(architecture) == 2:
-        return two_factor(matrix, architecture)
-    return hierarchical(matrix, architecture)
+        factors = (dense_to_factor(matrix, architecture.patterns[0]),)
+    elif len(architecture) == 2:
+        factors = two_factor(matrix, *architecture)
+    else:
+        factors = hierarchical(matrix, architecture)
+    return as_projection(weight, matrix, architecture, factors, started)
 
 
-def hierarchical(
-    matrix: Tensor,  # shape: (out_features, in_features), float64 or complex128
-    architecture: Architecture,
-) -> tuple[Tensor, ...]:  # shapes: (a, b, c, d), left to right
+def hierarchical(matrix: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
     """Approximate ``matrix`` by a product of L factors of a chainable architecture.
 
     The left-most factor is split off by an optimal two-factor projection whose columns are orthonormal on each block, and
@@ -110,12 +103,8 @@ def of_equal_magnitude(factors: list[Tensor]) -> tuple[Tensor, ...]:
     return tuple(factor * (common / own) for factor, own in zip(factors, largest, strict=True))
 
 
-def draw(
-    factors: Iterable[Tensor],  # shapes: (a, b, c, d), left to right
-    architecture: Architecture,
-    generator: torch.Generator | None = None,
-) -> None:
-    """Fill the factors with numbers that give outputs the variance of ``nn.Linear``'s own start.
+def draw(factors: Iterable[Tensor], architecture: Architecture, generator: torch.Generator | None = None) -> None:
+    """Fill the factors, left to right, with numbers that give outputs the variance of ``nn.Linear``'s own start.
 
     ``nn.Linear`` draws its weights uniformly with variance ``1 / (3*in_features)``, which maps inputs of unit variance
     to outputs of variance 1/3. An output of a factor sums c products, so factors of variance ``1 / c`` keep the
@@ -127,11 +116,7 @@ def draw(
 
 
 @torch.no_grad()
-def random_start(
-    weight: Tensor,  # shape: (out_features, in_features)
-    architecture: Architecture,
-    seed: int,
-) -> Projection:
+def random_start(weight: Tensor, architecture: Architecture, seed: int) -> Projection:
     """Draw factors of any architecture in the place of the nearest ones, and measure how far their product is from ``weight``.
 
     Raises:
@@ -164,14 +149,8 @@ def checked_matrix(weight: Tensor, architecture: Architecture) -> Tensor:
     return matrix
 
 
-def as_projection(
-    weight: Tensor,  # shape: (out_features, in_features)
-    matrix: Tensor,  # the same in float64 or complex128
-    architecture: Architecture,
-    found: Sequence[Tensor],  # factors, in the dtype of ``matrix``
-    started: float,
-) -> Projection:
-    """Round the factors to what ``weight`` is stored in, and measure them."""
+def as_projection(weight: Tensor, matrix: Tensor, architecture: Architecture, found: Sequence[Tensor], started: float) -> Projection:
+    """Round the factors to what ``weight`` is stored in, and measure them; ``matrix`` is the same in float64 or complex128, as they are."""
     factors = tuple(factor.to(device=weight.device, dtype=weight.dtype) for factor in found)
     scale = matrix.abs().amax()
     if scale == 0:

@@ -1,7 +1,5 @@
 """Put features that several layers share in an order that suits all of these layers: hidden units, heads, and entries of heads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
@@ -30,7 +28,7 @@ def shared_features(plan: Plan, model: nn.Module, samples: Samples) -> tuple[Sha
     return tuple(each for each in found if any(layers[fqn].is_replaced for fqn in each.linears if fqn in layers))
 
 
-def permute(shared: Sequence[Shared], plan: Plan, model: nn.Module, stage: Sequence[LayerPlan], inputs: Mapping[str, Inputs]) -> Permuted:
+def permute(shared: Sequence[Shared], plan: Plan, model: nn.Module, stage: Sequence[LayerPlan], inputs: Mapping[str, Inputs]) -> "Permuted":
     """Choose the orders of the shared features of the layers of ``stage``, which are projected together.
 
     The model with all reordered linears computes what it did before.
@@ -60,7 +58,6 @@ class Permuted:
         self.outcomes: list[Permutation] = []
 
     def replaced(self, shared: Shared) -> list[str]:
-        """The shared linears that surgery replaces."""
         return [fqn for fqn in shared.linears if fqn in self._layers and self._layers[fqn].is_replaced]
 
     def permute(self, together: Mapping[int, Shared]) -> dict[int, Permutation]:
@@ -97,7 +94,8 @@ class Permuted:
         for rows, architecture in _architectures(self._layers[member.fqn], member) or ():
             metric = metric_of(self.inputs[member.fqn].fit, bias=linear.bias is not None)
             side = Side(linear.weight.detach()[rows].to(metric.gram), architecture, metric.gram, member.columns, member.fqn)
-            found += [] if side.is_indifferent else [side]
+            if side.classes.count > 1:  # where all places are alike, no order is better than another
+                found.append(side)
         return found
 
     def _reorder(self, member: Member, order: Tensor) -> None:

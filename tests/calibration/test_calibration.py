@@ -1,7 +1,5 @@
 """Calibration data as they come, and what is collected from a forward: moments, sensitivities, and a model as before."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The best product of two factors by other means: numpy SVDs over equal supports."""
 
-from __future__ import annotations
-
 from functools import reduce
 
 import numpy as np

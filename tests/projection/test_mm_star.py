@@ -1,7 +1,5 @@
 """Products of one Monarch matrix and the transpose of another: recovered exactly, and refused where there is no such product."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

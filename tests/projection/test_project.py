@@ -1,7 +1,5 @@
 """The projection to any number of factors: exact where a product exists, the optimum for two factors, bounded for more."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from itertools import accumulate
@@ -16,16 +14,9 @@ from torch import Tensor
 from flysurgery.errors import PatternError, ProjectionError
 from flysurgery.factors import bit_reversal
 from flysurgery.ops import ks_linear
-from flysurgery.patterns import (
-    Architecture,
-    kaleidoscope,
-    monarch,
-    product_pattern,
-    square_dyadic,
-)
-from flysurgery.projection import project
-from flysurgery.projection.side_by_side import workers
-from flysurgery.projection.truncated_svd import truncated_svd
+from flysurgery.patterns import Architecture, kaleidoscope, monarch, product_pattern, square_dyadic
+from flysurgery.projection import project, workers
+from flysurgery.projection.two_factor import truncated_svd
 from tests.patterns.brute_force import support
 from tests.patterns.strategies import chainable, pairs, patterns
 from tests.projection.oracle import EXACT, best_error, dense_factor, dense_product, random_matrix, random_product
