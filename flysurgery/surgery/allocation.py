@@ -1,29 +1,25 @@
 """Share a budget among the layers of a plan: each gets the architecture that suits all of them together."""
 
-from __future__ import annotations
-
-import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 
-from flysurgery.calibration import Data, samples_of
+from flysurgery.calibration import Data
 from flysurgery.errors import OptionError, PatternError, PlanError
 from flysurgery.fidelity import Progress
 from flysurgery.patterns import Architecture, gonon, low_rank, monarch
+from flysurgery.projection import OutputError
 from flysurgery.reason import Reason
-from flysurgery.surgery.apply import apply, check_calibration, install, sample_shape
+from flysurgery.surgery.apply import check_calibration
 from flysurgery.surgery.check import check_plan, check_weights
 from flysurgery.surgery.choices import Point, TimedGroup, Tradeoff
 from flysurgery.surgery.option_errors import Option, Unit, judge, look
 from flysurgery.surgery.plan import LayerPlan, Part, Plan
-from flysurgery.surgery.projecting import NO_ERROR
-from flysurgery.surgery.report import Report
 
 PLACEHOLDER = "lowrank"
 """The family to plan with before an allocation: it fits matrices of any sizes."""
@@ -31,9 +27,6 @@ PLACEHOLDER = "lowrank"
 DENSE = "dense"
 CURVE_POINTS = 12
 NBLOCKS = (2, 4, 8, 16)
-
-TRIES = 5
-"""How often a copy is converted to reach a fidelity. The last step between budgets is a 32nd of the distance from the smallest to all."""
 
 Picks: TypeAlias = tuple[Option, ...]
 """The option of each unit."""
@@ -70,11 +63,9 @@ def allocate(
     """Choose the architectures of the layers that ``plan`` replaces; gives the new plan, and the trade-off between weights and errors.
 
     Each layer, or all its parts of one size, gets one of ``named_candidates`` or stays dense. ``budget`` is the share of the dense
-    layers' weights (without biases) to keep, and the sum of the squared errors is minimal within it.
-
-    Errors are those of plain projections. With ``calibrate`` they are output errors of calibrated projections, weighted by
-    ``calibration.sensitivities``, on samples that the candidates are not fitted to. The samples that ``apply`` holds out have no part
-    in either. The model is only read.
+    layers' weights (without biases) to keep, and the sum of the squared errors is minimal within it. Errors are those of plain
+    projections. With ``calibrate`` they are output errors of calibrated projections, weighted by ``calibration.sensitivities``, on
+    samples that the candidates are not fitted to. The samples that ``apply`` holds out have no part in either. The model is only read.
 
     Cost: every candidate of every layer is projected, about nine projections for each one that ``apply`` makes.
 
@@ -89,56 +80,6 @@ def allocate(
     return allocation.plan_of(picks), allocation.tradeoff(picks, budget)
 
 
-def convert_to_fidelity(
-    plan: Plan,
-    model: nn.Module,
-    fidelity: float,
-    *,
-    calibrate: Data,
-    samples: int | None = None,
-    progress: Progress | None = None,
-    **fitting: Any,
-) -> Report:
-    """Replace the layers that ``plan`` replaces, in place, by as few weights as ``fidelity`` allows; gives the report of ``apply``.
-
-    A copy is converted ``TRIES`` times, for budgets that close in on the smallest one at which the lower of the output's and the tokens'
-    cosine with the dense model is at least ``fidelity``, on the held-out samples of the report. The model gets the weights of the
-    smallest copy that is close enough. ``fitting`` are the options of ``apply``. As the budget is chosen by the held-out samples, the
-    fidelity on others may be a little lower.
-
-    Cost: that of ``allocate`` and of ``TRIES`` conversions, and memory for two copies of the model.
-
-    Raises:
-        PlanError: no copy is close enough; the message says how close the best one is. The model is as it was.
-        What ``allocate`` and ``apply`` raise.
-    """
-    taken = samples_of(calibrate, count=samples, shape=sample_shape(plan))
-    given = {"calibrate": taken, "samples": samples, "progress": progress}
-    allocation = prepare(plan, model, **given)
-    low, high, best = allocation.least, 1.0, 0.0
-    found: tuple[Plan, nn.Module, Report] | None = None
-    for _ in range(TRIES):
-        budget = (low + high) / 2
-        picks = allocation.pick(budget)
-        candidate, converted = allocation.plan_of(picks), copy.deepcopy(model)
-        report = apply(candidate, converted, **given, **fitting)
-        reached = 0.0 if report.fidelity is None else report.fidelity.lowest_cosine
-        best = max(best, reached)
-        if reached >= fidelity:
-            high, found = budget, (candidate, converted, replace(report, tradeoff=allocation.tradeoff(picks, budget)))
-        else:
-            low = budget
-    if found is None:
-        raise PlanError(
-            f"no choice with up to {low:.0%} of the weights reaches a cosine of {fidelity:g}; the closest has {best:.4f}; "
-            "give --reconstruct, more --minutes, more images, or a lower goal"
-        )
-    candidate, converted, report = found
-    install(candidate, model)
-    model.load_state_dict(converted.state_dict())
-    return report
-
-
 def prepare(
     plan: Plan,
     model: nn.Module,
@@ -148,7 +89,7 @@ def prepare(
     calibrate: Data | None = None,
     samples: int | None = None,
     progress: Progress | None = None,
-) -> Allocation:
+) -> "Allocation":
     """Compute all that ``allocate`` chooses from. With ``times``, milliseconds of groups of layers count in place of weights.
 
     A ``budget`` that is too small is refused at once, before the errors are computed. Raises what ``allocate`` raises.
@@ -160,27 +101,30 @@ def prepare(
     if times is not None and not any(group.faster for group in times):
         raise PlanError(f"nothing would be replaced: {_nearest(times)}")
     units = [unit for layer in plan.replaced for unit in _units(layer)] if times is None else _timed_units(plan, times)
-    allocation = Allocation(plan, units, "weights" if times is None else "ms", None)
+    allocation = Allocation(plan, units, "weights" if times is None else "ms")
     if budget is not None and allocation.least > budget:
         raise OptionError(
             f"no choice of architectures keeps to a budget of {budget:g}: the smallest reachable share of the dense layers' "
             f"{allocation.unit} is {allocation.least:.4f}; give at least that"
         )
     seen = None if calibrate is None else look(plan, model, dense, calibrate, samples)
-    return replace(allocation, units=judge(units, dense, seen, progress), judged_on=None if seen is None else seen.judged_on)
+    units, reference = judge(units, dense, seen, progress)
+    return replace(allocation, units=units, reference=reference, judged_on=None if seen is None else seen.judged_on)
 
 
 @dataclass(frozen=True)
 class Allocation:
     """The units of ``plan`` with the errors of their options. Costs are counted in ``unit``, "weights" or "ms".
 
-    ``judged_on`` counts the calibration samples that the errors are those on; None where there are none.
+    Squared errors are relative to ``reference``. ``judged_on`` counts the calibration samples that they are those on; None where there are
+    none.
     """
 
     plan: Plan
     units: Sequence[Unit]
     unit: str
-    judged_on: int | None
+    reference: float = 0.0
+    judged_on: int | None = None
 
     @cached_property
     def options(self) -> list[Sequence[Option]]:
@@ -189,7 +133,6 @@ class Allocation:
 
     @cached_property
     def whole(self) -> float:
-        """What all layers cost dense."""
         return cost_of(options[0] for options in self.options)
 
     @cached_property
@@ -211,12 +154,12 @@ class Allocation:
         Raises:
             PlanError: every layer stays dense.
         """
-        share = cost_of(picks) / self.whole
-        text = f"the budget is best kept with this layer dense, at a share of {share:.3f} of the {self.unit} in all"
+        share = f"{cost_of(picks) / self.whole:.3f} of the {self.unit} in all"
+        usual = Reason("budget", f"the budget is best kept with this layer dense, at a share of {share}")
         parts: dict[str, list[Part]] = {}
         kept: dict[str, Reason] = {}
         for number, (unit, option) in enumerate(zip(self.units, picks, strict=True)):
-            reason = (reasons or {}).get(number) or unit.dense_reason or Reason("budget", text)
+            reason = (reasons or {}).get(number) or unit.dense_reason or usual
             for (layer, of_layer), architecture in zip(unit.members, option.architectures, strict=True):
                 parts.setdefault(layer.fqn, []).extend(replace(part, architecture=architecture) for part in of_layer)
                 kept[layer.fqn] = reason
@@ -244,7 +187,7 @@ class Allocation:
 
     def _point(self, picks: Picks) -> Point:
         cost = cost_of(picks)
-        return Point(cost, cost / self.whole, sum((option.loss for option in picks), NO_ERROR).relative)
+        return Point(cost, cost / self.whole, OutputError(sum(option.error for option in picks), self.reference).relative)
 
 
 def named_candidates(out_features: int, in_features: int) -> dict[str, Architecture]:

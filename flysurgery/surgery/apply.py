@@ -1,7 +1,5 @@
 """Carry out a plan: check, project, replace and verify all layers, or leave the model as it was. And go back to dense layers."""
 
-from __future__ import annotations
-
 import copy
 from time import perf_counter
 from typing import Literal
@@ -24,7 +22,7 @@ from flysurgery.surgery.change import (
     unconvert,
 )
 from flysurgery.surgery.check import check_plan, check_runs, check_weights, example_of
-from flysurgery.surgery.plan import ExampleInput, Plan
+from flysurgery.surgery.plan import Plan
 from flysurgery.surgery.projecting import project_calibrated_layers, project_layers
 from flysurgery.surgery.report import Report, Row
 from flysurgery.walker import Cut, find_cuts, shadow, survey
@@ -57,17 +55,15 @@ def apply(
     head so that the errors fall, where the dense model, tried in float64, computes the same in another order. The layers
     that share an order absorb it, dense ones included, so it costs nothing at run time. The report says what it gained and what is tied.
 
-    With ``calibrate`` the report also has the fidelity: both models run on the held-out samples, and their outputs, tokens and
-    blocks are compared. ``reconstruct`` then fits all parameters of the converted model, so that its blocks give the outputs of the
+    With ``calibrate`` the report also has the fidelity: the outputs, tokens and blocks of both models are compared on the held-out
+    samples. ``reconstruct`` then fits all parameters of the converted model, so that its blocks give the outputs of the
     dense model's blocks. It is a number of minutes, or True for one minute on CUDA and 20 on a CPU. ``seed`` is that of its views and of
     random factors. On the held-out samples the model is never worse afterwards. See ``fidelity.reconstruct``.
 
-    All checks come before the first change. The new modules are made separately, with the dtype, device, mode, biases
-    and ``requires_grad`` of the old ones. Then all of them replace the old ones, and the plan's switches are set. With ``verify`` one
-    forward in eval mode must call each new module. After an error or an interruption the model is as it was before.
-
-    The old weights are kept until the end. So memory peaks at the dense model, the factors, and a few layers in float64.
-    Reconstruction also needs a copy of the dense model and its own memory.
+    All checks come before the first change. The new modules are made aside, with the dtype, device, mode, biases and ``requires_grad``
+    of the old ones; then all take their places, and the plan's switches are set. With ``verify`` one forward in eval mode must call each
+    new module. After an error or an interruption the model is as it was before. Memory peaks at the dense model, the factors, and a few
+    layers in float64; reconstruction also needs a copy of the dense model and its own memory.
 
     Raises:
         SurgeryError: the model is converted already, has no weights (meta), or fails the verifying forward.
@@ -129,9 +125,9 @@ def check_calibration(data: object, **options: object) -> None:
 def densify(model: nn.Module) -> int:
     """Replace every converted layer of ``model``, in place, by an ``nn.Linear`` (or 1x1 convolution) with the product of its factors.
 
-    Dtype, device, mode and ``requires_grad`` stay. A split layer becomes one matrix again, parents' switches are set back,
-    and the model no longer has a plan, so it can be converted again. Products are summed in float64 and
-    rounded once to the factors' dtype. Returns the number of layers; a shared one counts once.
+    Dtype, device, mode and ``requires_grad`` stay. A split layer becomes one matrix again, parents' switches are set back, and the
+    model has no plan, so it can be converted again. Products are summed in float64 and rounded once to the factors' dtype. Returns the
+    number of layers; a shared one counts once.
 
     Raises:
         SurgeryError: the model has no converted layer, is itself one, which cannot be replaced in place, or is optimized.
@@ -168,17 +164,13 @@ def install(plan: Plan, model: nn.Module) -> None:
 
 def sample_shape(plan: Plan) -> tuple[int, ...] | None:
     """The shape of one sample, None where the plan does not say that the model takes one batch of samples."""
-    first = plan.example[0] if plan.example is not None and len(plan.example) == 1 else None
-    return first.shape[1:] if isinstance(first, ExampleInput) else None
+    return None if plan.only_input is None else plan.only_input.shape[1:]
 
 
 def _dense_twin(plan: Plan, dense: nn.Module, *, own_tensors: bool) -> tuple[nn.Module, tuple[Cut, ...]]:
     """A stand-in for the dense model that stays as the model is now, and where the two can be compared.
 
     With ``own_tensors``, which a reconstruction needs, it shares no parameters with the model.
-
-    Raises:
-        SurgeryError: a reconstruction is asked for, and the plan does not say what the model takes.
     """
     example = example_of(plan, dense)
     if example is None and own_tensors:

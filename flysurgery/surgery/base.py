@@ -3,8 +3,6 @@
 transformers is not imported.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

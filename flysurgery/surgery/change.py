@@ -1,9 +1,7 @@
 """Change a model, or leave it as it was after an error: what a converted model carries, and the modules that take each other's places."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -19,7 +17,6 @@ from flysurgery.surgery.base import ENTRY_POINT, is_of_timm, is_of_transformers,
 from flysurgery.surgery.plan import LayerPlan, Part, Plan
 from flysurgery.walker import SeparateAttention, Switch, separated
 
-Fill = Callable[[Part], Sequence[Tensor]]
 Dense: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 """What can be replaced: linears, and convolutions with a kernel of one."""
 
@@ -68,29 +65,25 @@ def refuse_optimized(model: nn.Module) -> None:
 @contextmanager
 def changing(model: nn.Module, *, keep: bool = True) -> Iterator[None]:
     """Inside, modules and attributes of ``model`` may be changed. An exception puts all back; without ``keep`` they are always put back."""
-    before = [(store, copy.copy(store)) for module in model.modules() for store in (vars(module), module._modules, *_lists(module))]
+    stores: list[Any] = [store for module in model.modules() for store in (vars(module), module._modules, *_lists(module))]
+    before = [(store, copy.copy(store)) for store in stores]
+    is_kept = False
     try:
         yield
-    except BaseException:
-        _put_back(before)
-        raise
-    if not keep:
-        _put_back(before)
+        is_kept = keep
+    finally:
+        for store, content in () if is_kept else before:
+            if isinstance(store, list):
+                store[:] = content
+            else:
+                for name in store.keys() - content.keys():
+                    del store[name]
+                store.update(content)
 
 
 def _lists(module: nn.Module) -> list[list[Any]]:
     """The lists that a module has: some classes call their children from one of their own."""
     return [value for value in vars(module).values() if isinstance(value, list)]
-
-
-def _put_back(before: Iterable[tuple[Any, Any]]) -> None:
-    for store, content in before:
-        if isinstance(store, list):
-            store[:] = content
-            continue
-        for name in store.keys() - content.keys():
-            del store[name]
-        store.update(content)
 
 
 def convert(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module]) -> None:
@@ -166,24 +159,23 @@ def matrix_of(dense: Dense, part: Part) -> Tensor:
     return dense.weight.detach()[part.start : part.stop].flatten(1)
 
 
-def build(layer: LayerPlan, dense: Dense, weights: Fill) -> nn.Module:
+def build(layer: LayerPlan, dense: Dense, weights: Sequence[Sequence[Tensor]]) -> nn.Module:
     """The module for ``layer``, with the device, dtype, mode and ``requires_grad`` of ``dense``.
 
-    ``weights(part)`` gives the factors of a part, or its one dense weight where it has no architecture. Bias entries are
-    copied. No random numbers are drawn.
+    ``weights`` are the factors of each part, or its one dense weight where it has no architecture. Bias entries are copied. No random
+    numbers are drawn.
     """
-    modules = {part.name: _part(part, dense, weights(part)) for part in layer.parts}
+    modules = {part.name: _part(part, dense, of_part) for part, of_part in zip(layer.parts, weights, strict=True)}
     new = modules[None] if None in modules else SplitLinear({name: module for name, module in modules.items() if name is not None})
     return new.train(dense.training)
 
 
 def build_empty(layer: LayerPlan, dense: Dense) -> nn.Module:
     """The module for ``layer`` with weights of the right shapes that hold nothing yet."""
-
-    def weights(part: Part) -> list[Tensor]:
+    weights = []
+    for part in layer.parts:
         shapes = [each.factor_shape for each in part.architecture] if part.architecture else [matrix_of(dense, part).shape]
-        return [torch.empty(shape, dtype=dense.weight.dtype, device=dense.weight.device) for shape in shapes]
-
+        weights.append([torch.empty(shape, dtype=dense.weight.dtype, device=dense.weight.device) for shape in shapes])
     return build(layer, dense, weights)
 
 

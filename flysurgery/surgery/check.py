@@ -1,7 +1,5 @@
 """Whether a plan and a model belong together: before the first change by what both say, after it by one forward."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any

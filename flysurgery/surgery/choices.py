@@ -1,9 +1,7 @@
 """What a plan was chosen by: the trade-off between costs and errors, and measured times."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flysurgery.patterns import Architecture
 from flysurgery.tables import blocks_of_text, grouped, text_table
@@ -18,6 +16,11 @@ class Point:
     cost: float
     share: float
     error: float
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        cost = f"{self.cost:,.4g}" if self.cost < 1000 else f"{self.cost:,.0f}"
+        return cost, f"{self.share:.1%}", f"{self.error:.4f}"
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Tradeoff:
 
     def __str__(self) -> str:
         header = (self.unit, "share", "predicted error", "")
-        lines = [(*_cells(point), "") for point in self.curve] + [(*_cells(self.chosen), "chosen")]
+        lines = [*((*point.cells, "") for point in self.curve), (*self.chosen.cells, "chosen")]
         return blocks_of_text(text_table(header, lines, right=header[:-1]), self.sentence)
 
 
@@ -62,7 +65,7 @@ class TimedChoice:
     name: str
     architectures: tuple[Architecture | None, ...]
     ms: float
-    fused: bool = False
+    fused: bool
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,11 @@ class TimedGroup:
 
     fqns: tuple[str, ...]
     choices: tuple[TimedChoice, ...]
-    noise: float = 0.0
-    failed: Mapping[str, str] = field(default_factory=dict)
+    noise: float
+    failed: Mapping[str, str]
 
     @property
     def dense(self) -> TimedChoice:
-        """The choice to leave all as it is."""
         return self.choices[0]
 
     @property
@@ -108,28 +110,18 @@ class Measurement:
 
     def __str__(self) -> str:
         pairs = list(zip(self.groups, self.chosen, strict=True))
-        alike = grouped(pairs, lambda pair: " + ".join(pair[0].fqns), lambda pair: (pair[0].choices, pair[0].noise))
+        lines = []
+        for name, alike in grouped(pairs, lambda pair: " + ".join(pair[0].fqns), lambda pair: (pair[0].choices, pair[0].noise)):
+            group = alike[0][0]
+            for choice in group.choices:
+                count = sum(chosen == choice.name for _, chosen in alike)
+                head = (name, str(len(alike))) if choice is group.dense else ("", "")
+                times = (f"{choice.ms:.3g}", f"{choice.ms / group.dense.ms:.2f}", "yes" if choice.fused else "")
+                lines.append((*head, choice.name, *times, str(count) if count else ""))
         failures = dict.fromkeys(f"{name} failed: {reason}" for group in self.groups for name, reason in group.failed.items())
-        lines = [line for name, members in alike for line in _lines(name, members)]
         optimized = "" if self.dense_optimized_ms is None else f", optimized dense {self.dense_optimized_ms:.3g} ms"
         whole = f"batch {self.batch} in {self.dtype} on {self.device}, the whole model: dense {self.dense_ms:.3g} ms{optimized}, "
         whole += f"converted {self.converted_ms:.3g} ms"
         if self.returned:
             whole += f"; {len(self.returned)} layers went back to dense for it"
         return blocks_of_text(text_table(MEASURED, lines, right=("n", "ms", "/ dense", "chosen")), *failures, whole)
-
-
-def _cells(point: Point) -> tuple[str, ...]:
-    cost = f"{point.cost:,.4g}" if point.cost < 1000 else f"{point.cost:,.0f}"
-    return (cost, f"{point.share:.1%}", f"{point.error:.4f}")
-
-
-def _lines(name: str, members: list[tuple[TimedGroup, str]]) -> list[tuple[str, ...]]:
-    first = members[0][0]
-    lines = []
-    for index, choice in enumerate(first.choices):
-        count = sum(chosen == choice.name for _, chosen in members)
-        head = (name, str(len(members))) if index == 0 else ("", "")
-        times = (f"{choice.ms:.3g}", f"{choice.ms / first.dense.ms:.2f}", "yes" if choice.fused else "")
-        lines.append((*head, choice.name, *times, str(count) if count else ""))
-    return lines

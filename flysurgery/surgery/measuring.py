@@ -1,64 +1,173 @@
-"""Times groups of layers with each of their choices, and whole models, on the device and in the dtype of the model."""
+"""Makes a plan by measured times: groups of layers are timed with each of their choices, and whole models beside dense."""
 
-from __future__ import annotations
-
+import copy
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from flysurgery.errors import InferenceError, first_line
+from flysurgery.calibration import Data
+from flysurgery.errors import FlysurgeryError, InferenceError, OptionError, PlanError, first_line
 from flysurgery.fidelity import Progress
 from flysurgery.inference import clock
 from flysurgery.inference.find_groups import Findings, find_groups
-from flysurgery.inference.optimize import optimize
+from flysurgery.inference.optimize import MEASURED_IMAGES, optimize
 from flysurgery.inference.replacement import Candidate, find_replacements
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture
 from flysurgery.reason import Reason
-from flysurgery.surgery.allocation import named_candidates
+from flysurgery.surgery.allocation import DENSE, Allocation, Picks, check_budget, named_candidates, prepare
 from flysurgery.surgery.apply import install
-from flysurgery.surgery.choices import TimedChoice, TimedGroup
+from flysurgery.surgery.choices import Measurement, TimedChoice, TimedGroup, Tradeoff
 from flysurgery.surgery.plan import LayerPlan, Plan
 from flysurgery.walker import separating, shadow, shape_of
-
-DENSE = "dense"
 
 LEAST_NOISE = 0.02
 """The least noise that is assumed for a time; it is larger where dense, timed twice in the same run, differs by more."""
 
 
 @dataclass(frozen=True)
+class Setting:
+    """The use for which a model should be fast: ``batch`` samples a forward (None: 64 on CUDA, else one) in ``dtype`` (None: the model's).
+
+    With ``optimized`` it will be optimized, and is also compared with optimized dense.
+    """
+
+    batch: int | None = None
+    dtype: torch.dtype | None = None
+    optimized: bool = False
+
+
+def choose_measured(
+    plan: Plan,
+    model: nn.Module,
+    setting: Setting,
+    *,
+    budget: float | None = None,
+    calibrate: Data | None = None,
+    samples: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[Plan, Tradeoff, Measurement]:
+    """``plan`` with choices among dense, low rank and the named architectures, made by times on the device where ``model`` is.
+
+    Each group of ``measure_groups`` gets the choice of least error among those that are faster than dense by more than the noise. A
+    ``budget`` bounds the milliseconds of all groups instead, as in ``allocate``. Then the whole model is timed, dense and converted with
+    random weights. While it is slower than dense, the kind of group that gained the least goes back to dense. The model is only read.
+
+    Raises:
+        PlanError: nothing is faster than dense.
+        OptionError: a model that does not take one tensor, and the cases of ``allocate``.
+        InferenceError: the model cannot run in this setting: too little memory, or no operator for its dtype.
+    """
+    check_budget(budget, measured=True, named=())
+    device = next(model.parameters()).device
+    dense = copy.deepcopy(model).eval().requires_grad_(False)
+    dense = dense if setting.dtype is None else dense.to(setting.dtype)
+    example = _example(plan, setting, device, next(p.dtype for p in dense.parameters() if p.is_floating_point()))
+    with _in_one_sentence(example):
+        with torch.no_grad():
+            dense(example)
+        groups = measure_groups(plan, dense, example, fused=setting.optimized, progress=progress)
+    allocation = prepare(plan, model, budget=budget, times=groups, calibrate=calibrate, samples=samples, progress=progress)
+    with _in_one_sentence(example):
+        references = [dense]
+        if setting.optimized:
+            references.append(shadow(dense))
+            optimize(references[1], example)
+        picks, reasons, dense_ms, converted_ms = _not_slower(allocation, allocation.pick(budget), groups, references, example)
+    measurement = Measurement(
+        device=str(device) if device.type != "cuda" else torch.cuda.get_device_name(device),
+        dtype=_name(example.dtype),
+        batch=len(example),
+        groups=tuple(groups),
+        chosen=tuple(option.name for option in picks),
+        dense_ms=dense_ms[0],
+        dense_optimized_ms=dense_ms[1] if setting.optimized else None,
+        converted_ms=converted_ms,
+        returned=tuple(fqn for number in sorted(reasons) for fqn in groups[number].fqns),
+    )
+    return allocation.plan_of(picks, reasons), allocation.tradeoff(picks, budget), measurement
+
+
+def _not_slower(
+    allocation: Allocation, picks: Picks, groups: Sequence[TimedGroup], references: Sequence[nn.Module], example: Tensor
+) -> tuple[Picks, dict[int, Reason], list[float], float]:
+    """The picks without the groups that make the whole model slower than dense, why these went back, and the model's times.
+
+    ``references`` are dense, and where converted models are optimized also optimized dense. All are timed in turns, in milliseconds.
+    """
+    reasons: dict[int, Reason] = {}
+    while True:
+        model = random_variant(allocation.plan_of(picks, reasons), references[0])
+        if len(references) > 1:
+            optimize(model, example)
+        with torch.no_grad():
+            *dense_ms, converted_ms = clock.medians_ms([*references, model], (example,), most_copies=clock.MOST_COPIES)
+        fastest = min(dense_ms)
+        if converted_ms <= fastest:
+            return picks, reasons, dense_ms, converted_ms
+        text = f"with it the whole model takes {converted_ms:.3g} ms here, dense {fastest:.3g} ms ({converted_ms / fastest - 1:+.1%})"
+        dense = [options[0] for options in allocation.options]
+        converted = [number for number, option in enumerate(picks) if option is not dense[number]]
+        least = min(converted, key=lambda number: dense[number].cost - picks[number].cost)
+        kind = (groups[least].choices, picks[least].name)
+        back = [number for number in converted if (groups[number].choices, picks[number].name) == kind]
+        if back == converted:
+            what = f"{len(example)} samples in {_name(example.dtype)}"
+            raise PlanError(f"nothing would be replaced: {text}, at {what}; leave it dense")
+        reasons |= dict.fromkeys(back, Reason("slower-model", text))
+        picks = tuple(dense[number] if number in back else option for number, option in enumerate(picks))
+
+
+@contextmanager
+def _in_one_sentence(example: Tensor) -> Iterator[None]:
+    """Turn PyTorch's errors about memory, dtypes and launches into an ``InferenceError``."""
+    try:
+        yield
+    except FlysurgeryError:
+        raise
+    except RuntimeError as error:
+        what = f"{len(example)} samples in {_name(example.dtype)} on {example.device}"
+        raise InferenceError(f"measuring with {what} failed: {first_line(error)}; try another batch, dtype or device") from error
+
+
+def _example(plan: Plan, setting: Setting, device: torch.device, dtype: torch.dtype) -> Tensor:
+    only = plan.only_input
+    if only is None or not getattr(torch, only.dtype).is_floating_point:
+        raise OptionError("measuring takes a model whose only input is one tensor of images or the like; choose by a budget of weights")
+    batch = setting.batch or (MEASURED_IMAGES if device.type == "cuda" else 1)
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn((batch, *only.shape[1:]), generator=generator, device=device, dtype=dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
 class _Way:
-    """One way to run a group with a named choice; ``likeness`` differs for ways that take different times."""
+    """One way to run a group with a named choice; equal ones take the same time. ``likeness`` differs where the time does."""
 
     name: str
     fused: bool
-    run: clock.Way
     likeness: object
+    run: clock.Way = field(compare=False)
 
 
-@dataclass(frozen=True)
-class _TimingProblem:
-    """All ways to compute one thing from inputs of the same shapes."""
+_Problem: TypeAlias = tuple[clock.Shapes, tuple[_Way, ...]]
+"""All ways to compute one thing from inputs of these shapes."""
 
-    shapes: clock.Shapes
-    ways: tuple[_Way, ...]
-
-    @property
-    def key(self) -> object:
-        """Equal for problems that take the same times."""
-        return (self.shapes, tuple((way.name, way.fused, way.likeness) for way in self.ways))
+_Options: TypeAlias = Mapping[str, Mapping[str, Architecture]]
+"""For each layer its choices by name."""
 
 
-@dataclass(frozen=True)
-class _Timed:
+class _Timed(NamedTuple):
     """The fastest way of each choice, by name: milliseconds and whether it is fused; the choices that failed, and why; the noise."""
 
     fastest: Mapping[str, tuple[float, bool]]
@@ -79,23 +188,21 @@ def measure_groups(plan: Plan, model: nn.Module, example: Tensor, *, fused: bool
     """
     double = shadow(model)
     separating(model)(double)
-    model = double
-    found = find_groups(model, example)
+    found = find_groups(double, example)
     options = {layer.fqn: _options(layer) for layer in plan.replaced}
     names = dict.fromkeys(name for each in options.values() for name in each)
-    variants = {DENSE: model} | {name: random_variant(_with_choice(plan, options, name), model) for name in names}
-    planned = [layer.fqn for layer in plan.replaced]
-    groups = _fused_groups(planned, found, variants) if fused else {}
+    variants = {DENSE: double} | {name: random_variant(_with_choice(plan, options, name), double) for name in names}
+    groups = _fused_groups(list(options), found, variants) if fused else {}
     covered = {fqn for fqns in groups for fqn in fqns}
-    groups |= {(fqn,): _alone(fqn, found, variants, options) for fqn in planned if fqn not in covered}
-    distinct = {problem.key: (problem, fqns[0]) for fqns, problems in groups.items() for problem in problems}
-    timed: dict[object, _Timed] = {}
-    for done, (key, (problem, fqn)) in enumerate(distinct.items(), start=1):
-        timed[key] = _time(problem, fqn, example)
+    groups |= {(fqn,): _alone(fqn, found, variants, options) for fqn in options if fqn not in covered}
+    distinct = {problem: fqns[0] for fqns, problems in groups.items() for problem in problems}
+    timed: dict[_Problem, _Timed] = {}
+    for done, (problem, fqn) in enumerate(distinct.items(), start=1):
+        timed[problem] = _time(problem, fqn, example)
         if progress is not None:
             progress(done, len(distinct), fqn)
     order = {layer.fqn: index for index, layer in enumerate(plan.layers)}
-    found_groups = [_group(fqns, [timed[problem.key] for problem in problems], options) for fqns, problems in groups.items()]
+    found_groups = [_group(fqns, [timed[problem] for problem in problems], options) for fqns, problems in groups.items()]
     return sorted(found_groups, key=lambda group: order[group.fqns[0]])
 
 
@@ -120,7 +227,7 @@ def _options(layer: LayerPlan) -> dict[str, Architecture]:
     return named_candidates(sizes.pop(), layer.in_features) if len(sizes) == 1 else {}
 
 
-def _with_choice(plan: Plan, options: Mapping[str, Mapping[str, Architecture]], name: str) -> Plan:
+def _with_choice(plan: Plan, options: _Options, name: str) -> Plan:
     layers = []
     for layer in plan.layers:
         architecture = options[layer.fqn].get(name) if layer.is_replaced else None
@@ -130,21 +237,19 @@ def _with_choice(plan: Plan, options: Mapping[str, Mapping[str, Architecture]], 
     return replace(plan, layers=tuple(layers)).keeping({fqn: reason for fqn, each in options.items() if name not in each})
 
 
-def _fused_groups(
-    planned: Sequence[str], found: Findings, variants: Mapping[str, nn.Module]
-) -> dict[tuple[str, ...], list[_TimingProblem]]:
+def _fused_groups(planned: Sequence[str], found: Findings, variants: Mapping[str, nn.Module]) -> dict[tuple[str, ...], list[_Problem]]:
     """The groups that have planned layers, by the names of these, as one problem each."""
     candidates: dict[str, dict[str, Candidate]] = {}
     for name, variant in variants.items():
         replacements = find_replacements(variant, found).replacements
         candidates[name] = {each.fqn: each for replacement in replacements for each in replacement.candidates}
-    groups: dict[tuple[str, ...], list[_TimingProblem]] = {}
+    groups: dict[tuple[str, ...], list[_Problem]] = {}
     for fqn, dense in candidates[DENSE].items():
         linears = (*found.feed_forwards[fqn].first, fqn) if dense.group == "ffn" else (fqn,)
         members = tuple(linear for linear in linears if linear in planned)
         if members:
             ways = [way for name, each in candidates.items() if fqn in each for way in _ways(name, each[fqn])]
-            groups[members] = [_TimingProblem(dense.shapes, tuple(ways))]
+            groups[members] = [(dense.shapes, tuple(ways))]
     return groups
 
 
@@ -154,26 +259,25 @@ def _ways(name: str, candidate: Candidate) -> list[_Way]:
     with torch.no_grad():
         found = step.way(*(torch.empty(shape, dtype=parameter.dtype, device=parameter.device) for shape in candidate.shapes))
     likeness = (candidate.group, *step.likeness())
-    plain = _Way(name, False, step.plain, likeness)
-    return [plain] if isinstance(found, str) else [plain, _Way(name, True, step.fused, likeness)]
+    plain = _Way(name, False, likeness, step.plain)
+    return [plain] if isinstance(found, str) else [plain, _Way(name, True, likeness, step.fused)]
 
 
-def _alone(
-    fqn: str, found: Findings, variants: Mapping[str, nn.Module], options: Mapping[str, Mapping[str, Architecture]]
-) -> list[_TimingProblem]:
+def _alone(fqn: str, found: Findings, variants: Mapping[str, nn.Module], options: _Options) -> list[_Problem]:
     """The layer by itself, one problem for each of its calls in a forward."""
     modules = {name: variant.get_submodule(fqn) for name, variant in variants.items() if name == DENSE or name in options[fqn]}
     shapes = {name: tuple((leaf, each.shape) for leaf, each in module.named_parameters()) for name, module in modules.items()}
-    ways = tuple(_Way(name, False, module, (type(module), shapes[name])) for name, module in modules.items())
-    return [_TimingProblem((shape_of(call.source) or (),), ways) for call in found.seen.calls if call.fqn == fqn]
+    ways = tuple(_Way(name, False, (type(module), shapes[name]), module) for name, module in modules.items())
+    return [((shape_of(call.source) or (),), ways) for call in found.seen.calls if call.fqn == fqn]
 
 
 @torch.no_grad()
-def _time(problem: _TimingProblem, fqn: str, example: Tensor) -> _Timed:
-    inputs = clock.random_inputs(problem.shapes, example.dtype, example.device)
+def _time(problem: _Problem, fqn: str, example: Tensor) -> _Timed:
+    shapes, all_ways = problem
+    inputs = clock.random_inputs(shapes, example.dtype, example.device)
     failed: dict[str, str] = {}
     ways: list[_Way] = []
-    for way, reason in zip(problem.ways, _failures(problem.ways, inputs), strict=True):
+    for way, reason in zip(all_ways, _failures(all_ways, inputs), strict=True):
         if reason is None:
             ways.append(way)
         elif way.name == DENSE and not way.fused:
@@ -208,7 +312,7 @@ def _failure(way: _Way, inputs: Sequence[Tensor]) -> str | None:
     return None
 
 
-def _group(fqns: tuple[str, ...], timed: Sequence[_Timed], options: Mapping[str, Mapping[str, Architecture]]) -> TimedGroup:
+def _group(fqns: tuple[str, ...], timed: Sequence[_Timed], options: _Options) -> TimedGroup:
     """The times of all calls together, of the choices that every layer has and every call could be timed with."""
     names = [name for name in options[fqns[0]] if all(name in options[fqn] for fqn in fqns)]
     architectures: dict[str, tuple[Any, ...]] = {DENSE: (None,) * len(fqns)}
@@ -220,38 +324,3 @@ def _group(fqns: tuple[str, ...], timed: Sequence[_Timed], options: Mapping[str,
             choices.append(TimedChoice(name, each, sum(ms for ms, _ in times), all(fused for _, fused in times)))
     failed = {name: reason for found in timed for name, reason in found.failed.items()}
     return TimedGroup(fqns, tuple(choices), max(found.noise for found in timed), failed)
-
-
-@dataclass(frozen=True)
-class WholeTimes:
-    """Milliseconds of one forward of the whole model; ``dense_optimized_ms`` is None where dense was not optimized."""
-
-    dense_ms: float
-    dense_optimized_ms: float | None
-    converted_ms: float
-
-    @property
-    def reference_ms(self) -> float:
-        """The fastest time of dense."""
-        return self.dense_ms if self.dense_optimized_ms is None else min(self.dense_ms, self.dense_optimized_ms)
-
-
-class WholeTimer:
-    """Times the models that plans make of ``dense``, with random weights, beside dense."""
-
-    def __init__(self, dense: nn.Module, example: Tensor, *, optimized: bool) -> None:
-        self.example = example
-        self._dense, self._optimized = dense, optimized
-        self._references = [dense]
-        if optimized:
-            self._references.append(shadow(dense))
-            optimize(self._references[1], example)
-
-    def times(self, plan: Plan) -> WholeTimes:
-        """The times of dense, of optimized dense and of the plan's model, taken in turns."""
-        converted = random_variant(plan, self._dense)
-        if self._optimized:
-            optimize(converted, self.example)
-        with torch.no_grad():
-            *dense_ms, converted_ms = clock.medians_ms([*self._references, converted], (self.example,), most_copies=clock.MOST_COPIES)
-        return WholeTimes(dense_ms[0], dense_ms[1] if self._optimized else None, converted_ms)

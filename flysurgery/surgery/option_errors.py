@@ -1,7 +1,5 @@
 """What each architecture that a layer may get costs in accuracy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -13,40 +11,23 @@ from flysurgery.calibration import Data, collect, samples_of, sensitivities, wat
 from flysurgery.errors import DataError
 from flysurgery.fidelity import Progress
 from flysurgery.patterns import Architecture, family_of
-from flysurgery.projection import (
-    FitProblem,
-    Fitted,
-    Metric,
-    Moments,
-    OutputError,
-    fit_side_by_side,
-    metric_of,
-    output_error,
-    product_of,
-    project,
-    workers,
-)
+from flysurgery.projection import FitProblem, Fitted, Metric, Moments, fit_side_by_side, metric_of, product_of, project, workers
 from flysurgery.reason import Reason
 from flysurgery.surgery.change import Dense, changing, matrix_of, prepare
 from flysurgery.surgery.plan import LayerPlan, Part, Plan
-from flysurgery.surgery.projecting import NO_ERROR, naming
+from flysurgery.surgery.projecting import naming
 
 LEAST_SAMPLES = 3
 
 
 @dataclass(frozen=True)
 class Option:
-    """What a unit may get: an architecture for the parts of each of its layers, None for dense; what that costs, and what it loses."""
+    """What a unit may get: an architecture for the parts of each of its layers, None for dense; its cost, and its squared error."""
 
     name: str
     cost: float
     architectures: tuple[Architecture | None, ...]
-    loss: OutputError = NO_ERROR
-
-    @property
-    def error(self) -> float:
-        """The squared error."""
-        return self.loss.squared
+    error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,18 +50,18 @@ class Seen:
     weights: Mapping[str, float]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Matrix:
-    """One part of a layer with the architectures that it gets by the options of its unit, which has this number."""
+    """One part of a layer with the architectures that it gets by the options of its unit other than dense."""
 
     unit: int
     fqn: str
     weight: Tensor  # shape: (out_features, in_features)
-    architectures: tuple[Architecture | None, ...]
+    architectures: tuple[Architecture, ...]
 
 
-_Found: TypeAlias = Iterator[tuple[_Matrix, int, OutputError]]
-"""A matrix, the number of an option, and its error."""
+_Found: TypeAlias = Iterator[tuple[_Matrix, int, float]]
+"""A matrix, the number of one of its architectures, and the squared error of that."""
 
 
 def look(plan: Plan, model: nn.Module, dense: Mapping[str, Dense], calibrate: Data, count: int | None) -> Seen:
@@ -110,23 +91,34 @@ def look(plan: Plan, model: nn.Module, dense: Mapping[str, Dense], calibrate: Da
     )
 
 
-def judge(units: Sequence[Unit], dense: Mapping[str, Dense], seen: Seen | None, progress: Progress | None) -> list[Unit]:
-    """Compute the errors of all options: those of calibrated projections where calibration data were ``seen``, else of plain ones."""
-    matrices = [
-        _Matrix(number, layer.fqn, matrix_of(dense[layer.fqn], part), tuple(option.architectures[index] for option in unit.options))
-        for number, unit in enumerate(units)
-        for index, (layer, parts) in enumerate(unit.members)
-        for part in parts
-    ]
-    options = [list(unit.options) for unit in units]
+def judge(units: Sequence[Unit], dense: Mapping[str, Dense], seen: Seen | None, progress: Progress | None) -> tuple[list[Unit], float]:
+    """The units with the errors of all options, and what squared errors are relative to: the sum of the squares of what is right.
+
+    Errors are those of calibrated projections where calibration data were ``seen``, else of plain ones.
+    """
+    matrices = []
+    for number, unit in enumerate(units):
+        for index, (layer, parts) in enumerate(unit.members):
+            architectures = tuple(each for option in unit.options[1:] if (each := option.architectures[index]) is not None)
+            matrices += [_Matrix(number, layer.fqn, matrix_of(dense[layer.fqn], part), architectures) for part in parts]
+    errors = [[0.0] * len(unit.options) for unit in units]
     total = sum(len(matrix.architectures) for matrix in matrices)
-    found = _plain(matrices) if seen is None else _calibrated(matrices, seen)
-    for done, (matrix, index, loss) in enumerate(found, start=1):
-        option = options[matrix.unit][index]
-        options[matrix.unit][index] = replace(option, loss=option.loss + loss)
+    for done, (matrix, index, error) in enumerate(_plain(matrices) if seen is None else _calibrated(matrices, seen), start=1):
+        errors[matrix.unit][1 + index] += error
         if progress is not None:
             progress(done, total, matrix.fqn)
-    return [replace(unit, options=tuple(of_unit)) for unit, of_unit in zip(units, options, strict=True)]
+    judged = []
+    for unit, of_unit in zip(units, errors, strict=True):
+        options = tuple(replace(option, error=error) for option, error in zip(unit.options, of_unit, strict=True))
+        judged.append(replace(unit, options=options))
+    return judged, sum(_square(matrix, seen) for matrix in matrices)
+
+
+def _square(matrix: _Matrix, seen: Seen | None) -> float:
+    if seen is None:
+        return float(torch.linalg.vector_norm(matrix.weight.cpu(), dtype=torch.float64)) ** 2
+    moments = seen.moments[matrix.fqn]
+    return seen.weights[matrix.fqn] * moments.mean_square(matrix.weight.to(moments.mean))
 
 
 def _plain(matrices: Sequence[_Matrix]) -> _Found:
@@ -137,49 +129,33 @@ def _plain(matrices: Sequence[_Matrix]) -> _Found:
 
 
 @torch.no_grad()
-def _plain_errors(matrix: _Matrix) -> list[OutputError]:
-    """Errors of one matrix, one for each option. The squared singular values give those of low rank."""
+def _plain_errors(matrix: _Matrix) -> list[float]:
+    """Errors of one matrix, one for each architecture. The squared singular values give those of low rank."""
     weight = matrix.weight.cpu().to(torch.float64)
     values = torch.linalg.svdvals(weight).square()
     errors = []
     for architecture in matrix.architectures:
-        if architecture is None:
-            squared = 0.0
-        elif family_of(architecture) == "low rank":
-            squared = float(values[architecture.inner_features[0] :].sum())
+        if family_of(architecture) == "low rank":
+            errors.append(float(values[architecture.inner_features[0] :].sum()))
         else:
             with naming(matrix.fqn):
-                squared = float((weight - product_of(project(matrix.weight, architecture))).square().sum())
-        errors.append(OutputError(squared, float(values.sum())))
+                errors.append(float((weight - product_of(project(matrix.weight, architecture))).square().sum()))
     return errors
 
 
 def _calibrated(matrices: Sequence[_Matrix], seen: Seen) -> _Found:
-    options = [(matrix, index, each) for matrix in matrices for index, each in enumerate(matrix.architectures)]
-    fitted = [(matrix, index, architecture) for matrix, index, architecture in options if architecture is not None]
-    references: dict[_Matrix, float] = {}
-    for matrix in matrices:
-        moments = seen.moments[matrix.fqn]
-        references[matrix] = moments.mean_square(matrix.weight.to(moments.mean))
-
-    def weighted(matrix: _Matrix, squared: float) -> OutputError:
-        scale = seen.weights[matrix.fqn]
-        return OutputError(scale * squared, scale * references[matrix])
+    fitted = [(matrix, index, each) for matrix in matrices for index, each in enumerate(matrix.architectures)]
 
     @torch.no_grad()
-    def finish(number: int, found: Fitted | None) -> OutputError:
+    def finish(number: int, found: Fitted | None) -> float:
         matrix, _, architecture = fitted[number]
-        metric = seen.metrics[matrix.fqn]
-        weight = matrix.weight.to(metric.gram)
+        metric, moments = seen.metrics[matrix.fqn], seen.moments[matrix.fqn]
         with naming(matrix.fqn):
-            product = product_of(project(matrix.weight, architecture)).to(weight) if found is None else found.product
-        shift = None if metric.mean is None else (weight - product) @ metric.mean
-        return weighted(matrix, output_error(weight, product, shift, seen.moments[matrix.fqn], references[matrix]).squared)
+            product = product_of(project(matrix.weight, architecture)) if found is None else found.product
+        lost = matrix.weight.to(moments.mean) - product.to(moments.mean)
+        return seen.weights[matrix.fqn] * moments.mean_square(lost, None if metric.mean is None else -(lost @ metric.mean))
 
-    for matrix, index, architecture in options:
-        if architecture is None:
-            yield matrix, index, weighted(matrix, 0.0)
     problems = [FitProblem(matrix.weight, architecture, seen.metrics[matrix.fqn].gram) for matrix, _, architecture in fitted]
-    for number, loss in fit_side_by_side(problems, finish):
+    for number, error in fit_side_by_side(problems, finish):
         matrix, index, _ = fitted[number]
-        yield matrix, index, loss
+        yield matrix, index, error

@@ -1,7 +1,5 @@
 """What surgery will do to a model: pure data, checked against itself, that can be printed, saved and read back."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -43,8 +41,8 @@ class LayerPlan:
     """One linear layer: its sizes, whether it is replaced, and by what.
 
     ``conv``: it is a 1x1 convolution, whose channels are the features. ``calls`` and ``rows`` (rows of x, summed over the
-    calls) are those of one forward of one sample.
-    Parameters are counted with the bias, flops (two a weight and row) without.
+    calls) are those of one forward of one sample, and so are flops (two a weight and row). Parameters are counted with the bias, weights
+    and flops without, for the dense layer (before) and after surgery.
 
     Raises:
         PlanError: the parts do not tile the rows, do not fit the sizes, or contradict the status.
@@ -66,19 +64,41 @@ class LayerPlan:
     def __post_init__(self) -> None:
         if not all(0 < size <= MAX_FEATURES for size in (self.out_features, self.in_features)):
             raise PlanError(f"layer {self.fqn}: sizes must lie between 1 and {MAX_FEATURES}, got {self.size}")
-        if self.status == "keep" and self.parts:
-            raise PlanError(f"layer {self.fqn} is kept dense and yet has parts; take one of the two out")
         if self.status == "replace":
-            _check_parts(self)
+            self._check_parts()
+        elif self.parts:
+            raise PlanError(f"layer {self.fqn} is kept dense and yet has parts; take one of the two out")
+
+    def _check_parts(self) -> None:
+        parts, where = self.parts, f"layer {self.fqn}"
+        bounds = [0, *(part.stop for part in parts)]
+        if [part.start for part in parts] != bounds[:-1] or bounds[-1] != self.out_features or any(a >= b for a, b in pairwise(bounds)):
+            spans = ", ".join(f"{part.start} to {part.stop}" for part in parts)
+            raise PlanError(f"{where}: its parts must tile the rows 0 to {self.out_features} in order, got {spans or 'none'}")
+        if not any(part.architecture for part in parts):
+            raise PlanError(f"{where} is replaced and yet no part of it has an architecture")
+        names = [part.name for part in parts]
+        if len(parts) == 1 and names != [None]:
+            raise PlanError(f"{where} is one matrix, so its only part has no name; got {names[0]!r}")
+        can_be_taken = all(name and name.isidentifier() and not hasattr(SplitLinear, name) for name in names)
+        if len(parts) > 1 and not (can_be_taken and len(set(names)) == len(parts)):
+            raise PlanError(f"{where}: its parts need different names that a module can take, got {names}")
+        for part in parts:
+            if part.architecture is None:
+                continue
+            try:
+                check_fits(part.architecture, part.stop - part.start, self.in_features)
+            except PatternError as error:
+                raise PlanError(f"{where}: {error}") from error
+            if part.architecture.density > 1:
+                raise PlanError(f"{where}: architecture {part.architecture} has more parameters than the dense {self.size} matrix")
 
     @property
     def is_replaced(self) -> bool:
-        """Whether surgery replaces this layer."""
         return self.status == "replace"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the layer's module."""
         return (self.fqn, *self.aliases)
 
     @property
@@ -88,12 +108,10 @@ class LayerPlan:
 
     @property
     def weights_before(self) -> int:
-        """Entries of the dense weight."""
         return self.out_features * self.in_features
 
     @property
     def weights_after(self) -> int:
-        """Stored weights after surgery, without the bias."""
         if not self.is_replaced:
             return self.weights_before
         dense = sum(part.stop - part.start for part in self.parts if part.architecture is None) * self.in_features
@@ -101,22 +119,18 @@ class LayerPlan:
 
     @property
     def params_before(self) -> int:
-        """Parameters of the dense layer."""
         return self.weights_before + self.bias * self.out_features
 
     @property
     def params_after(self) -> int:
-        """Parameters after surgery."""
         return self.weights_after + self.bias * self.out_features
 
     @property
     def flops_before(self) -> int:
-        """Floating-point operations that one sample costs in the dense layer."""
         return 2 * self.weights_before * self.rows
 
     @property
     def flops_after(self) -> int:
-        """Floating-point operations that one sample costs after surgery."""
         return 2 * self.weights_after * self.rows
 
     @property
@@ -132,32 +146,6 @@ class LayerPlan:
         """The families of the parts' architectures; None where the layer stays dense."""
         families = dict.fromkeys("dense" if part.architecture is None else family_of(part.architecture) for part in self.parts)
         return " and ".join(families) or None
-
-
-def _check_parts(layer: LayerPlan) -> None:
-    parts = layer.parts
-    bounds = [0, *(part.stop for part in parts)]
-    if [part.start for part in parts] != bounds[:-1] or bounds[-1] != layer.out_features or any(a >= b for a, b in pairwise(bounds)):
-        spans = ", ".join(f"{part.start} to {part.stop}" for part in parts)
-        raise PlanError(f"layer {layer.fqn}: its parts must tile the rows 0 to {layer.out_features} in order, got {spans or 'none'}")
-    if not any(part.architecture for part in parts):
-        raise PlanError(f"layer {layer.fqn} is replaced and yet no part of it has an architecture")
-    names = [part.name for part in parts]
-    if len(parts) == 1 and names != [None]:
-        raise PlanError(f"layer {layer.fqn} is one matrix, so its only part has no name; got {names[0]!r}")
-    if len(parts) > 1 and (
-        len(set(names)) < len(parts) or not all(name and name.isidentifier() and not hasattr(SplitLinear, name) for name in names)
-    ):
-        raise PlanError(f"layer {layer.fqn}: its parts need different names that a module can take, got {names}")
-    for part in parts:
-        if part.architecture is None:
-            continue
-        try:
-            check_fits(part.architecture, part.stop - part.start, layer.in_features)
-        except PatternError as error:
-            raise PlanError(f"layer {layer.fqn}: {error}") from error
-        if part.architecture.density > 1:
-            raise PlanError(f"layer {layer.fqn}: architecture {part.architecture} has more parameters than the dense {layer.size} matrix")
 
 
 @dataclass(frozen=True)
@@ -216,11 +204,17 @@ class Plan:
         """The layers that surgery replaces, in the model's order."""
         return tuple(layer for layer in self.layers if layer.is_replaced)
 
-    def with_arguments(self, changed: Mapping[str, Any]) -> Plan:
+    @property
+    def only_input(self) -> ExampleInput | None:
+        """The forward's argument, None where the plan does not say that there is one, and that it is a tensor."""
+        first = self.example[0] if self.example is not None and len(self.example) == 1 else None
+        return first if isinstance(first, ExampleInput) else None
+
+    def with_arguments(self, changed: Mapping[str, Any]) -> "Plan":
         """The plan whose dense model is built with these arguments, over those that it has."""
         return replace(self, base_args={**self.base_args, **changed})
 
-    def keeping(self, reasons: Mapping[str, Reason]) -> Plan:
+    def keeping(self, reasons: Mapping[str, Reason]) -> "Plan":
         """The plan with these layers left dense for these reasons, by name, and without switches that no layer needs any more."""
         layers = tuple(
             replace(layer, status="keep", reason=reasons[layer.fqn], parts=()) if layer.fqn in reasons and layer.is_replaced else layer
@@ -236,7 +230,7 @@ class Plan:
         return {"schema": SCHEMA} | as_json(self) | {"switches": switches}
 
     @classmethod
-    def from_json(cls, data: object) -> Plan:
+    def from_json(cls, data: object) -> "Plan":
         """Read what ``to_json`` gave. The data may come from anywhere: all of it is checked, nothing is allocated.
 
         Raises:

@@ -1,7 +1,5 @@
 """From the walker's targets to a plan."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +14,7 @@ from flysurgery.reason import Reason
 from flysurgery.surgery.base import find_base
 from flysurgery.surgery.change import refuse_converted
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Part, Plan
-from flysurgery.walker import Example, Slice, Target, example_input, positional, select, walk
+from flysurgery.walker import Example, Target, example_input, positional, select, walk
 
 DEFAULT_NBLOCKS = 4
 
@@ -38,7 +36,7 @@ class Rule:
         OptionError: an option out of its range, or two that contradict each other.
     """
 
-    arch: str = "monarch"
+    arch: str
     nblocks: int = DEFAULT_NBLOCKS
     rank: int | None = None
     architectures: tuple[Architecture, ...] = ()
@@ -56,14 +54,27 @@ class Rule:
             if self.arch not in {"nblocks": OF_BLOCKS, "rank": ("lowrank",)}[name]:
                 raise OptionError(f"arch {self.arch!r} takes no {name}; nblocks is for {', '.join(OF_BLOCKS)}, rank for lowrank")
 
+    @classmethod
+    def parse(cls, choice: str) -> "Rule | None":
+        """The rule of a text: None of "dense", else a family, with its ``nblocks`` or ``rank`` behind a colon."""
+        family, colon, number = choice.partition(":")
+        if choice == "dense":
+            return None
+        takes_number = family == "lowrank" or family in OF_BLOCKS
+        if family not in ARCHITECTURES or (colon and not (takes_number and number.isdecimal())):
+            raise OptionError(f"per_layer: expected dense, or a family such as gonon, monarch:8 or lowrank:64, got {choice!r}")
+        if not number:
+            return cls(family)
+        return cls(family, rank=int(number)) if family == "lowrank" else cls(family, nblocks=int(number))
+
     def choose(self, out_features: int, in_features: int) -> Architecture | Reason:
         """The architecture for an ``out x in`` matrix, or why it stays dense."""
         size = f"{out_features}x{in_features}"
+        fitting = [each for each in self.architectures if each.shape == (out_features, in_features)]
+        if self.architectures and not fitting:
+            sizes = ", ".join(f"{each} is {each.out_features}x{each.in_features}" for each in self.architectures)
+            return Reason("no-pattern", f"the matrix is {size}; of the given patterns {sizes}")
         try:
-            fitting = [each for each in self.architectures if each.shape == (out_features, in_features)]
-            if self.architectures and not fitting:
-                sizes = ", ".join(f"{each} is {each.out_features}x{each.in_features}" for each in self.architectures)
-                return Reason("no-pattern", f"the matrix is {size}; of the given patterns {sizes}")
             found = fitting[0] if fitting else named(self.arch, out_features, in_features, nblocks=self.nblocks, rank=self.rank)
         except PatternError as error:
             return Reason("no-pattern", str(error))
@@ -72,50 +83,27 @@ class Rule:
         return found
 
 
-class KeepDense(Rule):
-    """Keeps what it is asked about dense."""
-
-    def choose(self, out_features: int, in_features: int) -> Reason:
-        return Reason("not-selected", "per_layer keeps it dense")
-
-
 class Rules:
-    """The rule of most layers, and those of layers and parts whose names match an expression; of several that match the last counts."""
+    """The rule of most layers, and those of layers and parts whose names match an expression; None keeps what it is for dense.
+
+    Of several expressions that match the last counts. ``unmet`` are those that have matched nothing yet.
+    """
 
     def __init__(self, usual: Rule, per_layer: Mapping[str, str]) -> None:
-        self.usual, self._unmet = usual, dict.fromkeys(per_layer)
+        self._usual, self.unmet = usual, list(per_layer)
         try:
-            self._others = [(re.compile(expression), _rule_of(choice)) for expression, choice in per_layer.items()]
+            self._others = [(re.compile(expression), Rule.parse(choice)) for expression, choice in per_layer.items()]
         except re.error as error:
             raise SelectionError(f"per_layer: {error.pattern!r} is no regular expression: {error}") from error
 
-    def of(self, target: Target, part: Slice | None = None) -> Rule:
-        """The rule of a layer, or of a part of it."""
-        names = (target.fqn,) if part is None else (f"{target.fqn}.{part.name}", target.fqn)
-        found = self.usual
+    def of(self, *names: str) -> Rule | None:
+        """The rule of a layer or of a part of one, which has the names of both."""
+        found: Rule | None = self._usual
         for expression, rule in self._others:
             if any(map(expression.search, names)):
                 found = rule
-                self._unmet.pop(expression.pattern, None)
+                self.unmet = [each for each in self.unmet if each != expression.pattern]
         return found
-
-    def check_met(self) -> None:
-        """Raise ``SelectionError`` for an expression that has matched nothing."""
-        if self._unmet:
-            raise SelectionError(f"per_layer: {next(iter(self._unmet))!r} matches no selected layer and no part of one")
-
-
-def _rule_of(choice: str) -> Rule:
-    """The rule of a text: "dense", or a family, with its ``nblocks`` or ``rank`` behind a colon."""
-    family, colon, number = choice.partition(":")
-    if choice == "dense":
-        return KeepDense()
-    takes_number = family == "lowrank" or family in OF_BLOCKS
-    if family not in ARCHITECTURES or (colon and not (takes_number and number.isdecimal())):
-        raise OptionError(f"per_layer: expected dense, or a family such as gonon, monarch:8 or lowrank:64, got {choice!r}")
-    if not number:
-        return Rule(family)
-    return Rule(family, rank=int(number)) if family == "lowrank" else Rule(family, nblocks=int(number))
 
 
 def plan(
@@ -171,8 +159,7 @@ def plan(
     """
     given = [patterns] if isinstance(patterns, str | Architecture) else patterns or ()
     architectures = tuple(each if isinstance(each, Architecture) else Architecture.parse(each) for each in given)
-    rule = Rule(arch, nblocks, rank, architectures)
-    rules = Rules(rule, per_layer or {})
+    rules = Rules(Rule(arch, nblocks, rank, architectures), per_layer or {})
     refuse_converted(model)
     name, arguments = find_base(model, base, base_args)
     inputs = positional(model, example_input(model) if example is None else example)
@@ -183,8 +170,9 @@ def plan(
     chosen = {target.fqn for target in selected}
     samples = count_samples(inputs)
     layers = tuple(_plan_layer(target, rules, samples, selected=target.fqn in chosen, convs=convs) for target in targets)
-    rules.check_met()
-    _check_patterns_match(rule, selected)
+    if rules.unmet:
+        raise SelectionError(f"per_layer: {rules.unmet[0]!r} matches no selected layer and no part of one")
+    _check_patterns_match(architectures, selected)
     replaced = {layer.fqn for layer in layers if layer.is_replaced}
     if not replaced:
         reasons = Counter(layer.reason for layer in layers if layer.fqn in chosen and layer.reason is not None)
@@ -207,16 +195,10 @@ def _plan_layer(target: Target, rules: Rules, samples: int, *, selected: bool, c
         outcome = _parts(target, rules)
     is_kept = isinstance(outcome, Reason)
     return LayerPlan(
-        fqn=target.fqn,
-        role=target.role,
-        in_features=target.in_features,
-        out_features=target.out_features,
-        bias=target.bias,
-        calls=target.calls,
+        **{name: getattr(target, name) for name in ("fqn", "role", "in_features", "out_features", "bias", "calls", "aliases")},
         rows=target.rows // samples,
         status="keep" if is_kept else "replace",
         reason=outcome if is_kept else None,
-        aliases=target.aliases,
         parts=() if is_kept else outcome,
         conv=is_conv,
     )
@@ -224,16 +206,16 @@ def _plan_layer(target: Target, rules: Rules, samples: int, *, selected: bool, c
 
 def _parts(target: Target, rules: Rules) -> tuple[Part, ...] | Reason:
     slices = target.split or ()
-    applied = [rules.of(target, each) for each in slices]
-    choices = [rule.choose(each.stop - each.start, target.in_features) for rule, each in zip(applied, slices, strict=True)]
+    applied = [rules.of(f"{target.fqn}.{each.name}", target.fqn) for each in slices]
+    choices = [_choice(rule, each.stop - each.start, target.in_features) for rule, each in zip(applied, slices, strict=True)]
     if any(isinstance(choice, Architecture) for choice in choices):
         return tuple(
             Part(each.name, each.start, each.stop, choice if isinstance(choice, Architecture) else None)
             for each, choice in zip(slices, choices, strict=True)
         )
     reasons = [choice for choice in choices if isinstance(choice, Reason)]
-    rule_of_whole = rules.of(target)
-    whole = rule_of_whole.choose(target.out_features, target.in_features)
+    rule_of_whole = rules.of(target.fqn)
+    whole = _choice(rule_of_whole, target.out_features, target.in_features)
     if isinstance(whole, Reason):
         return reasons[0] if reasons else whole
     if all(rule is rule_of_whole for rule in applied):
@@ -241,10 +223,14 @@ def _parts(target: Target, rules: Rules) -> tuple[Part, ...] | Reason:
     return reasons[0]  # what is said of parts goes before the whole
 
 
-def _check_patterns_match(rule: Rule, targets: Sequence[Target]) -> None:
+def _choice(rule: Rule | None, out_features: int, in_features: int) -> Architecture | Reason:
+    return Reason("not-selected", "per_layer keeps it dense") if rule is None else rule.choose(out_features, in_features)
+
+
+def _check_patterns_match(architectures: Sequence[Architecture], targets: Sequence[Target]) -> None:
     sizes = {(target.out_features, target.in_features) for target in targets}
     sizes |= {(each.stop - each.start, target.in_features) for target in targets for each in target.split or ()}
-    for architecture in rule.architectures:
+    for architecture in architectures:
         if architecture.shape not in sizes:
             raise SelectionError(
                 f"the given patterns {architecture} describe a {architecture.out_features}x{architecture.in_features} matrix, "
@@ -261,13 +247,14 @@ def count_samples(inputs: tuple[Any, ...]) -> int:
 
 
 def _describe(inputs: tuple[Any, ...]) -> tuple[ExampleInput | tuple[ExampleInput, ...] | None, ...] | None:
-    described = []
+    described: list[ExampleInput | tuple[ExampleInput, ...] | None] = []
     for argument in inputs:
-        tensors = argument if isinstance(argument, list) else [] if argument is None else [argument]
-        if not all(isinstance(each, Tensor) for each in tensors) or argument == []:
+        if isinstance(argument, list) and argument and all(isinstance(each, Tensor) for each in argument):
+            described.append(tuple(map(_described, argument)))
+        elif argument is None or isinstance(argument, Tensor):
+            described.append(None if argument is None else _described(argument))
+        else:
             return None
-        examples = tuple(map(_described, tensors))
-        described.append(examples if isinstance(argument, list) else next(iter(examples), None))
     return tuple(described)
 
 

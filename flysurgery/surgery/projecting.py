@@ -1,7 +1,5 @@
 """Project all planned layers into new modules, aside from the model: by their weights, or stage by stage by what they are given."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,6 @@ from flysurgery.fidelity import Progress
 from flysurgery.projection import (
     FitProblem,
     Fitted,
-    Moments,
     OutputError,
     Projection,
     calibrated_projection,
@@ -43,7 +40,7 @@ NO_ERROR = OutputError(0.0, 0.0)
 class PartFit:
     """One part of a layer: its factors (None where it stays dense), and ``shift``, which is added to the bias.
 
-    Output errors on held-out samples: ``error``, and ``plain`` for the plain projection.
+    On held-out samples, the output has ``error``, and that of the plain projection ``plain``.
     """
 
     projection: Projection | None = None
@@ -100,9 +97,8 @@ def project_calibrated_layers(
     """Make the new modules, their rows, a summary of the calibration, and the outcomes of ``permute``. The model is as before afterwards.
 
     One pass over the samples collects the inputs of all layers. If ``sequential``, each block has a pass of its own: the blocks before it
-    are converted already, and the pass ends with the block. That costs half as many passes as there are blocks, holds the matrices
-    of one block at a time, and lets a block correct the errors of those before it. ``permute`` reorders hidden units of feed-forward
-    blocks, heads, and entries of heads where that lowers the errors. Dense layers that share the order are then among the new modules.
+    are converted already, and the pass ends with the block, so that only its matrices are held. With ``permute`` dense layers that share
+    an order are among the new modules.
     """
     shared = shared_features(plan, model, samples) if permute else ()
     names = {layer.fqn: layer.names for layer in plan.layers}
@@ -171,8 +167,8 @@ def _projected(parts: Sequence[tuple[LayerPlan, Part]], dense: Mapping[str, Dens
 def _fitted(
     parts: Sequence[tuple[LayerPlan, Part]], dense: Mapping[str, Dense], inputs: Mapping[str, Inputs]
 ) -> Iterator[tuple[int, PartFit]]:
-    layers = dict.fromkeys(layer for layer, _ in parts)
-    metrics = {layer.fqn: metric_of(inputs[layer.fqn].fit, bias=dense[layer.fqn].bias is not None) for layer in layers}
+    fqns = dict.fromkeys(layer.fqn for layer, _ in parts)
+    metrics = {fqn: metric_of(inputs[fqn].fit, bias=dense[fqn].bias is not None) for fqn in fqns}
     numbers, problems = [], []
     for number, (layer, part) in enumerate(parts):
         weight = matrix_of(dense[layer.fqn], part)
@@ -180,7 +176,7 @@ def _fitted(
             numbers.append(number)
             problems.append(FitProblem(weight, part.architecture, metrics[layer.fqn].gram))
         else:
-            error = _error(weight, weight, None, inputs[layer.fqn].held_out)
+            error = output_error(weight, weight, None, inputs[layer.fqn].held_out)
             yield number, PartFit(error=error, plain=error)
 
     @torch.no_grad()
@@ -189,39 +185,23 @@ def _fitted(
         started, held_out = perf_counter(), inputs[fqn].held_out
         with naming(fqn):
             found = calibrated_projection(weight, architecture, metrics[fqn], fitted)
-        product = product_of(found.projection)
-        error = _error(weight, product, found.shift, held_out)
-        plain = error if found.reason else _error(weight, product_of(project(weight, architecture)), None, held_out, error.reference)
-        return PartFit(
-            projection=found.projection,
-            seconds=perf_counter() - started + (fitted.seconds if fitted is not None else 0.0),
-            shift=found.shift,
-            error=error,
-            plain=plain,
-            note=found.reason,
-        )
+        error = plain = output_error(weight, product_of(found.projection), found.shift, held_out)
+        if found.reason is None:
+            plain = output_error(weight, product_of(project(weight, architecture)), None, held_out, error.reference)
+        seconds = perf_counter() - started + (fitted.seconds if fitted is not None else 0.0)
+        return PartFit(found.projection, seconds, found.shift, error, plain, found.reason)
 
     for position, fit in fit_side_by_side(problems, finish):
         yield numbers[position], fit
 
 
-def _error(weight: Tensor, product: Tensor, shift: Tensor | None, moments: Moments, reference: float | None = None) -> OutputError:
-    """Compute the error on the device of the moments."""
-    on = moments.mean
-    return output_error(weight.to(on), product.to(on), None if shift is None else shift.to(on), moments, reference)
-
-
 @torch.no_grad()
 def _module(layer: LayerPlan, dense: Dense, fits: Sequence[PartFit]) -> nn.Module:
     """The new module; its biases correct the mean of the output."""
-    found = dict(zip(layer.parts, fits, strict=True))
-
-    def weights(part: Part) -> Sequence[Tensor]:
-        projection = found[part].projection
-        return (matrix_of(dense, part).clone(),) if projection is None else projection.factors
-
+    found = list(zip(layer.parts, fits, strict=True))
+    weights = [(matrix_of(dense, part).clone(),) if fit.projection is None else fit.projection.factors for part, fit in found]
     module = build(layer, dense, weights)
-    for part, fit in found.items():
+    for part, fit in found:
         if fit.shift is not None:
             bias = module.get_parameter("bias" if part.name is None else f"{part.name}.bias")
             bias.copy_(bias.cpu().to(torch.float64) + fit.shift)

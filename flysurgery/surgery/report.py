@@ -1,10 +1,8 @@
 """What surgery did, layer by layer; ``print(report)`` is a table."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from flysurgery.fidelity import ENOUGH, Fidelity, Reconstruction
@@ -26,8 +24,6 @@ from flysurgery.tables import (
     total,
 )
 
-UNKNOWN = "its fidelity is unknown: no data were given; --calibrate DATA measures it (calibrate=DATA in Python)"
-
 TOP_CLASS = "same top class"
 
 MEASURES = {
@@ -40,11 +36,6 @@ MEASURES = {
 
 MOVED = ("in a new order", "role", "layers", "fit error before", "after")
 STAYED = ("in their own order", "n", "what", "why")
-PLANNED = (
-    *("fqn", "role", "status", "reason", "size", "family", "architecture"),
-    *("params_before", "params_after", "flops_before", "flops_after"),
-)
-"""What a row has from the plan of its layer."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,7 @@ class RowCalibration:
 
     output_error: float
     plain_output_error: float
-    note: str | None = None
+    note: str | None
 
 
 @dataclass(frozen=True)
@@ -131,9 +122,10 @@ class Row:
     calibration: RowCalibration | None = None
 
     @classmethod
-    def of(cls, layer: LayerPlan, **found: Any) -> Row:
+    def of(cls, layer: LayerPlan, **found: Any) -> "Row":
         """The row of a layer, with the results of its projection; a layer that stays dense has none."""
-        return cls(**{name: getattr(layer, name) for name in PLANNED}, **found)
+        planned = [each.name for each in fields(cls) if each.default is MISSING]
+        return cls(**{name: getattr(layer, name) for name in planned}, **found)
 
 
 @dataclass(frozen=True)
@@ -180,8 +172,8 @@ class Report:
     def remarks(self) -> tuple[str, ...]:
         """Sentences on the fidelity: the errors in sequence, the reconstruction, and what the model needs."""
         errors = None if self.fidelity is None else block_errors(self.fidelity)
-        done = None if self.reconstruction is None else reconstruction_sentence(self.reconstruction)
-        needs = verdict(self.fidelity, reconstructed=self.reconstruction is not None)
+        done = None if self.reconstruction is None else _reconstruction_sentence(self.reconstruction)
+        needs = _verdict(self.fidelity, reconstructed=self.reconstruction is not None)
         return tuple(each for each in (errors, done, needs) if each is not None)
 
     def to_json(self) -> dict[str, Any]:
@@ -211,16 +203,12 @@ class Report:
         )
 
 
-RESULTS: Columns = {
-    "worst error": lambda rows: f"{max(row.relative_error for row in rows):.3f}",
-}
-
+RESULTS: Columns = {"worst error": lambda rows: f"{max(row.relative_error for row in rows):.3f}"}
 OUTPUT_RESULTS: Columns = {
     "output error": lambda rows: f"{max(row.calibration.output_error for row in rows):.3f}",
     "plain error": lambda rows: f"{max(row.calibration.plain_output_error for row in rows):.3f}",
 }
 """Those of calibrated layers: the error of their outputs, beside that of the plain projection."""
-
 NOTE: Columns = {"role": lambda rows: rows[0].role, "why": lambda rows: rows[0].calibration.note}
 
 
@@ -265,8 +253,7 @@ def block_errors(found: Fidelity) -> str | None:
     return f"error after each block: {' '.join(f'{error:.3f}' for _, error in found.blocks)}" if found.blocks else None
 
 
-def reconstruction_sentence(done: Reconstruction) -> str:
-    """What a reconstruction did, and what it cost."""
+def _reconstruction_sentence(done: Reconstruction) -> str:
     kept = f"the state after update {done.kept} was kept" if done.kept else "no update was better, so the start was kept"
     return (
         f"reconstructed in {done.updates} updates of {done.batch} views each in {done.seconds:.0f} s, and {kept}: "
@@ -274,10 +261,10 @@ def reconstruction_sentence(done: Reconstruction) -> str:
     )
 
 
-def verdict(found: Fidelity | None, *, reconstructed: bool) -> str | None:
+def _verdict(found: Fidelity | None, *, reconstructed: bool) -> str | None:
     """Says that the fidelity is unknown, or too low and what raises it; None where it is high enough."""
     if found is None:
-        return UNKNOWN
+        return "its fidelity is unknown: no data were given; --calibrate DATA measures it (calibrate=DATA in Python)"
     cosines = {"output": found.output_cosine} | ({} if found.token_cosine is None else {"token": found.token_cosine})
     if not all(map(math.isfinite, (*cosines.values(), found.relative_error))):
         return "its fidelity is no number: one of the two models gives outputs that are not finite"

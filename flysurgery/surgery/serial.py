@@ -1,7 +1,5 @@
 """Dataclasses as JSON values, and back. The reader trusts nothing: it checks all data against the types of the fields."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass

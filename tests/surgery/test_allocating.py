@@ -1,11 +1,8 @@
 """Budgets for a whole model: what they keep to, what they are measured by, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise, product
 from math import sqrt
 from typing import Any
@@ -19,7 +16,8 @@ from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import low_rank, monarch
 from flysurgery.projection import project
 from flysurgery.surgery import Plan, allocate, apply, convert
-from flysurgery.surgery.allocation import cost_of, hull_points, least_error
+from flysurgery.surgery.allocation import cost_of, least_error
+from flysurgery.surgery.option_errors import Option
 from tests.surgery.conftest import Planned, unchanged
 
 
@@ -45,7 +43,6 @@ def test_the_weights_keep_to_the_budget_and_the_prediction_is_what_apply_measure
     norms = {fqn: float(uneven.get_parameter(f"{fqn}.weight").detach().double().norm()) for fqn in planned}
     lost = sum((row.relative_error or 0.0) ** 2 * norms[row.fqn] ** 2 for row in apply(made, copy.deepcopy(uneven)).replaced)
     assert tradeoff.chosen.error == pytest.approx(sqrt(lost / sum(norm**2 for norm in norms.values())), rel=1e-4)
-    assert Plan.from_json(made.to_json()) == made
     assert 8 <= len(tradeoff.curve) <= 12
     assert all(a.share < b.share and a.error > b.error for a, b in pairwise(tradeoff.curve))
     assert (tradeoff.curve[-1].share, tradeoff.curve[-1].error) == (1, 0)
@@ -71,8 +68,7 @@ def test_each_family_wins_where_the_weights_are_of_it_and_one_sentence_says_so(v
     assert tradeoff.sentence.startswith(start) and str(tradeoff).endswith(tradeoff.sentence)
 
 
-def test_what_apply_holds_out_has_no_part_in_the_choice(vit: nn.Module, vit_plan: Plan, planned: Planned, many: Tensor) -> None:
-    assert allocate(vit_plan, vit, budget=0.4, calibrate=many[:3])[1].judged_on == 1
+def test_what_apply_holds_out_has_no_part_in_the_choice(vit: nn.Module, planned: Planned, many: Tensor) -> None:
     many, only = many[:50], planned(include=r"blocks.1.mlp")
     made, tradeoff = allocate(only, vit, budget=0.3, calibrate=many)
     assert tradeoff.judged_on == 8
@@ -91,56 +87,35 @@ def test_a_gpu_finds_the_trade_off_of_the_cpu(vit: nn.Module, vit_plan: Plan, ma
     assert [point.error for point in found.curve] == pytest.approx([point.error for point in expected.curve], rel=1e-2, abs=1e-6)
 
 
-NAMES = ("dense", "fine", "coarse", "odd")
-
-
-def error_of(picks: Iterable[Choice]) -> float:
-    return sum(choice.error for choice in picks)
-
-
-@dataclass(frozen=True)
-class Choice:
-    name: str
-    cost: float
-    error: float
-
-
-def units_of(seed: int, count: int = 3) -> list[list[Choice]]:
-    """Units of different sizes whose dense choice has no error; "odd" ones may be bad, and not every unit has them."""
+def units_of(seed: int) -> list[list[Option]]:
+    """Units of different sizes whose dense option has no error; "odd" ones may be bad, and not every unit has them."""
     draw = random.Random(seed)
-    found: list[list[Choice]] = []
-    for _ in range(count):
-        size = draw.choice([4, 8, 16])
-        rest = [Choice(name, draw.randint(1, 10) * size, size * draw.random()) for name in NAMES[1 : draw.choice([3, 4])]]
-        found.append([Choice("dense", 10.0 * size, 0.0), *rest])
+    found = []
+    for size in draw.choices([4, 8, 16], k=3):
+        others = ("fine", "coarse", "odd")[: draw.choice([2, 3])]
+        rest = [Option(name, draw.randint(1, 10) * size, (), size * draw.random()) for name in others]
+        found.append([Option("dense", 10.0 * size, ()), *rest])
     return found
 
 
-def every(units: list[list[Choice]]) -> list[tuple[float, float]]:
-    return [(cost_of(picks), error_of(picks)) for picks in product(*units)]
+def error_of(picks: Sequence[Option]) -> float:
+    return sum(option.error for option in picks)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_choices_keep_to_their_bound_and_lie_between_the_hull_and_the_best_of_all(seed: int) -> None:
+def test_options_keep_to_their_bound_and_are_near_the_best_of_all_and_no_worse_than_one_for_all(seed: int) -> None:
     units = units_of(seed)
-    possible = every(units)
-    hull = [(cost_of(picks), error_of(picks)) for picks in hull_points(units)]
-    for cost, error in hull:
-        assert error == pytest.approx(min(e for c, e in possible if c <= cost + 1e-9), abs=1e-12)
-    assert (hull[0][0], hull[-1][1]) == (min(cost for cost, _ in possible), 0)
-    for share in (0.2, 0.4, 0.55, 0.8, 1.0):
-        limit = share * sum(unit[0].cost for unit in units)
+    possible = [(cost_of(picks), error_of(picks)) for picks in product(*units)]
+    alike = [[option for unit in units for option in unit if option.name == name] for name in ("dense", "fine", "coarse", "odd")]
+    bounds = [cost_of(options) for options in alike if len(options) == len(units)]
+    for limit in (*bounds, *(share * bounds[0] for share in (0.2, 0.4, 0.55, 0.8))):
         picks = least_error(units, limit)
         within = [error for cost, error in possible if cost <= limit]
         assert (picks is None) == (not within)
         if picks is not None:
+            uniform = [error_of(options) for options in alike if len(options) == len(units) and cost_of(options) <= limit]
             assert cost_of(picks) <= limit
-            assert min(within) - 1e-12 <= error_of(picks) <= min(error for cost, error in hull if cost <= limit) + 1e-12
-    for name in NAMES:
-        alike = [choice for unit in units for choice in unit if choice.name == name]
-        if len(alike) == len(units):  # it is never worse than one name for all at equal cost
-            picks = least_error(units, sum(choice.cost for choice in alike))
-            assert picks is not None and error_of(picks) <= sum(choice.error for choice in alike)
+            assert min(within) - 1e-12 <= error_of(picks) <= min(uniform, default=max(within)) + 1e-12
 
 
 def test_a_fidelity_gets_as_few_weights_as_reach_it(vit: nn.Module, many: Tensor) -> None:
@@ -163,7 +138,6 @@ def test_a_fidelity_gets_as_few_weights_as_reach_it(vit: nn.Module, many: Tensor
         ({"budget": 0.5, "arch": "gonon", "nblocks": 8}, OptionError, "choose the architectures, so nblocks and arch cannot"),
         ({"fidelity": 1.5, "calibrate": 4}, OptionError, "above 0 and below 1; got 1.5"),
         ({"fidelity": 0.9, "budget": 0.5, "calibrate": 4}, OptionError, "leave budget and measure out"),
-        ({"fidelity": 0.9, "nblocks": 8, "calibrate": 4}, OptionError, "so nblocks cannot be given"),
         ({"fidelity": 0.9, "per_layer": {"mlp": "dense"}, "calibrate": 4}, OptionError, "so per_layer cannot be given"),
         ({"fidelity": 0.9}, OptionError, "fidelity needs data to calibrate with"),
         (

@@ -1,9 +1,6 @@
 """What a conversion does to a model, the way back to dense layers, the report, and that a failed one leaves the model as it was."""
 
-from __future__ import annotations
-
 import copy
-import dataclasses
 import json
 import math
 import pickle
@@ -24,7 +21,6 @@ from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
 from flysurgery.patterns import monarch
 from flysurgery.projection import project
 from flysurgery.surgery import ExampleInput, Plan, Report, apply, densify, install, plan, plan_of
-from flysurgery.surgery.report import ReportCalibration
 from flysurgery.walker import Switch
 from tests.support.composed import Composed
 from tests.support.oracle import dense as dense_factor
@@ -48,7 +44,6 @@ def test_factors_are_the_projections_the_rest_stays_and_the_report_counts(vit: n
         products = []
         for part, module in zip(layer.parts, parts_of(new), strict=True):
             expected = project(old.weight.detach()[part.start : part.stop], part.architecture).factors
-            assert isinstance(module, ButterflyLinear)
             assert all(torch.equal(a, b) for a, b in zip(module.factors, expected, strict=True))
             assert torch.equal(module.bias, old.bias[part.start : part.stop])
             products.append(factors_to_dense([factor.double() for factor in expected]))
@@ -62,10 +57,9 @@ def test_factors_are_the_projections_the_rest_stays_and_the_report_counts(vit: n
         *(f"blocks.0.attn.qkv.{part}.{tensor}" for part in "qkv" for tensor in ("bias", "factors.0", "factors.1")),
         *(f"blocks.0.mlp.fc1.{tensor}" for tensor in ("bias", "factors.0", "factors.1")),
     ]
-    head = rows["head"]
+    head, totals = rows["head"], report.totals
     assert (head.status, head.reason.code, head.relative_error, head.seconds) == ("keep", "head", None, None)
-    assert head.params_before == head.params_after == 64 * 7 + 7
-    totals, counts = report.totals, [sum(parameter.numel() for parameter in model.parameters()) for model in (dense, vit)]
+    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (dense, vit)]
     assert [totals["model_params_before"], totals["model_params_after"]] == counts
     assert totals["replaced_params_before"] - totals["replaced_params_after"] == counts[0] - counts[1]
     assert totals["linear_flops_before"] == sum(layer.flops_before for layer in vit_plan.layers)
@@ -142,11 +136,10 @@ def test_a_shared_module_is_replaced_under_all_its_names_and_stays_shared(vit: n
 
 
 def test_convolutions_are_replaced_where_that_is_asked_for() -> None:
-    x = torch.zeros(2, 16, 8, 8)
-    reason = "conv1x1 \\(2 layers\\): it is a 1x1 convolution, replaced only where convs are asked for"
-    with pytest.raises(PlanError, match=reason):
-        plan(mobile(), example=x)
-    made, model = plan(mobile(), example=x, convs=True), mobile()
+    model, x = mobile(), torch.zeros(2, 16, 8, 8)
+    with pytest.raises(PlanError, match=r"conv1x1 \(2 layers\): it is a 1x1 convolution, replaced only where convs are asked for"):
+        plan(model, example=x)
+    made = plan(model, example=x, convs=True)
     model.up = nn.Conv2d(16, 64, 1, stride=2)
     with unchanged(model), pytest.raises(PlanError, match="layer up: the convolution has a stride"):
         apply(made, model)
@@ -198,39 +191,34 @@ def test_every_public_name_is_there_and_times_are_measured_in_one_call(vit: nn.M
 
 GOOD = Fidelity(102, 0.971, 0.954, 0.25, None, (("blocks.0", 0.11), ("blocks.1", 0.222)))
 POOR = Fidelity(102, 0.912, 0.688, 0.75, 0.5, ())
-LATER = Reconstruction(POOR, GOOD, 3120, 2900, 64, 60.4, ((0, 0.75), (2900, 0.25)))
-PLAIN = Report((), 10, 5, 1.0, verified=True)
-CALIBRATED = replace(PLAIN, calibration=ReportCalibration("data", 512, 102, sequential=False, seconds=1.0))
+DONE = Reconstruction(POOR, GOOD, 3120, 2900, 64, 60.4, ((0, 0.75), (2900, 0.25)))
+NO_NUMBER = replace(GOOD, output_cosine=math.nan, relative_error=math.inf)
 
 
 @pytest.mark.parametrize(
-    ("report", "remarks"),
+    ("fidelity", "reconstruction", "remarks"),
     [
-        (PLAIN, ["its fidelity is unknown"]),
-        (replace(PLAIN, fidelity=POOR), ["its token cosine of 0.688 is below 0.9"]),
+        (None, None, ["its fidelity is unknown"]),
         (
-            replace(CALIBRATED, fidelity=POOR, reconstruction=replace(LATER, after=POOR, kept=0)),
-            ["no update was better, so the start was kept", "its token cosine of 0.688 is below 0.9"],
+            POOR,
+            replace(DONE, after=POOR, kept=0),
+            ["no update was better", "its token cosine of 0.688 is below 0.9"],
         ),
-        (
-            replace(CALIBRATED, fidelity=GOOD, reconstruction=LATER),
-            ["error after each block: 0.110 0.222", "the state after update 2900 was kept: relative error from 0.750 to 0.250"],
-        ),
-        (
-            replace(CALIBRATED, fidelity=replace(GOOD, output_cosine=math.nan, relative_error=math.inf)),
-            ["error after each block: 0.110 0.222", "its fidelity is no number"],
-        ),
+        (GOOD, DONE, ["error after each block: 0.110 0.222", "update 2900 was kept: relative error from 0.750 to 0.250"]),
+        (NO_NUMBER, None, ["error after each block: 0.110 0.222", "its fidelity is no number"]),
     ],
 )
-def test_remarks_say_what_is_known_and_what_the_model_needs(report: Report, remarks: list[str]) -> None:
+def test_remarks_say_what_is_known_and_what_the_model_needs(
+    fidelity: Fidelity | None, reconstruction: Reconstruction | None, remarks: list[str]
+) -> None:
+    report = Report((), 10, 5, 1.0, verified=True, fidelity=fidelity, reconstruction=reconstruction)
     assert len(report.remarks) == len(remarks)
     assert all(words in found and found in str(report) for words, found in zip(remarks, report.remarks, strict=True))
-    fidelity = json.loads(json.dumps(report.to_json(), allow_nan=False))["fidelity"]
-    assert (fidelity is None) == (report.fidelity is None)
-    if report.fidelity is not None:
-        cosine = report.fidelity.output_cosine
-        assert fidelity["output_cosine"] == (cosine if math.isfinite(cosine) else None)
-        assert fidelity["blocks"] == [list(each) for each in report.fidelity.blocks]
+    written = json.loads(json.dumps(report.to_json(), allow_nan=False))["fidelity"]
+    assert (written is None) == (fidelity is None)
+    if fidelity is not None:
+        assert written["output_cosine"] == (None if fidelity is NO_NUMBER else fidelity.output_cosine)
+        assert written["blocks"] == [list(each) for each in fidelity.blocks]
 
 
 def fc1_of(model: nn.Module) -> nn.Module:
@@ -269,7 +257,7 @@ PLANS: list[tuple[dict[str, Any], type[FlysurgeryError], str]] = [
 def test_a_model_and_a_plan_that_do_not_fit(vit: nn.Module, vit_plan: Plan, spoil: Any, kind: type[Exception], message: str) -> None:
     if callable(spoil):
         spoil(vit)
-    made = vit_plan if callable(spoil) else dataclasses.replace(vit_plan, **spoil)
+    made = vit_plan if callable(spoil) else replace(vit_plan, **spoil)
     with unchanged(vit), pytest.raises(kind, match=message) as caught:
         apply(made, vit)
     assert "blocks.0.mlp.fc1" in str(caught.value) or not callable(spoil)
@@ -328,9 +316,8 @@ class Stubborn(Composed):
 def test_a_failure_while_switching() -> None:
     model = Stubborn(lambda self, x: self.linear(x), first=False, linear=nn.Linear(32, 32))
     made = plan(model, roles="head", example=torch.zeros(2, 3, 32))
-    made = dataclasses.replace(made, switches=(Switch("", "first", True), Switch("", "second", True)))
     with unchanged(model), pytest.raises(AttributeError):
-        apply(made, model)
+        apply(replace(made, switches=(Switch("", "first", True), Switch("", "second", True))), model)
     assert not model.first
 
 
@@ -351,6 +338,6 @@ def test_a_failure_in_the_verifying_forward(breaks: bool, message: str) -> None:
     with unchanged(model), pytest.raises(SurgeryError, match=message):
         apply(made, model)
     model = beit()
-    wrong = dataclasses.replace(plan(model), example=(ExampleInput((2, 5, 32, 32), "float32"),))
+    wrong = replace(plan(model), example=(ExampleInput((2, 5, 32, 32), "float32"),))
     with unchanged(model), pytest.raises(SurgeryError, match="failed in its first forward"):  # which sets switches back as well
         apply(wrong, model)
