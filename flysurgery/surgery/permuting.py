@@ -36,33 +36,30 @@ def permute(shared: Sequence[Shared], plan: Plan, model: nn.Module, stage: Seque
     permuted = Permuted(plan, model, inputs)
     names = {layer.fqn for layer in stage}
     waiting = {number: each for number, each in enumerate(shared) if permuted.replaced(each)[0] in names}
-    outcomes: dict[int, Permutation] = {}
     while waiting:
         together = _apart(waiting)
-        outcomes |= permuted.permute({number: each for number, each in together.items() if names.issuperset(permuted.replaced(each))})
+        permuted.permute({number: each for number, each in together.items() if names.issuperset(permuted.replaced(each))})
         for number, each in together.items():
-            outcomes.setdefault(number, Permutation(each.what, each.linears, tied={each.what: SEPARATE, **each.tied}))
+            permuted.outcomes.setdefault(number, Permutation(each.what, each.linears, tied={each.what: SEPARATE, **each.tied}))
             del waiting[number]
-    permuted.outcomes += [outcomes[number] for number in sorted(outcomes)]
     return permuted
 
 
 class Permuted:
-    """The reordered linears of one stage by name, the inputs of all layers in their new orders, and the outcome for each ``Shared``."""
+    """The reordered linears of one stage by name, the inputs of all layers in their new orders, and the outcomes by number."""
 
     def __init__(self, plan: Plan, model: nn.Module, inputs: Mapping[str, Inputs]) -> None:
         self._layers = {layer.fqn: layer for layer in plan.layers}
         self._model = model
         self.inputs = dict(inputs)
         self.linears: dict[str, nn.Linear] = {}
-        self.outcomes: list[Permutation] = []
+        self.outcomes: dict[int, Permutation] = {}
 
     def replaced(self, shared: Shared) -> list[str]:
         return [fqn for fqn in shared.linears if fqn in self._layers and self._layers[fqn].is_replaced]
 
-    def permute(self, together: Mapping[int, Shared]) -> dict[int, Permutation]:
-        """Reorder shared features that have no linear in common, and give the outcome of each."""
-        outcomes: dict[int, Permutation] = {}
+    def permute(self, together: Mapping[int, Shared]) -> None:
+        """Reorder shared features that have no linear in common."""
         searches: dict[int, Sharing] = {}
         for number, shared in together.items():
             features = []
@@ -72,15 +69,14 @@ class Permuted:
             if any(each.sides for each in features):
                 searches[number] = Sharing(tuple(features), shared.groups, shared.swap_groups)
             else:
-                outcomes[number] = Permutation(shared.what, shared.linears, tied=shared.tied or {shared.what: INDIFFERENT})
+                self.outcomes[number] = Permutation(shared.what, shared.linears, tied=shared.tied or {shared.what: INDIFFERENT})
         for (number, search), found in zip(searches.items(), choose_orders(list(searches.values())), strict=True):
             shared = together[number]
             if found.lowers:
                 for kind, order in zip(shared.kinds, found.orders, strict=True):
                     for member in kind.members:
                         self._reorder(member, order)
-            outcomes[number] = Permutation(shared.what, shared.linears, self._layer_errors(search, found), found.lowers, shared.tied)
-        return outcomes
+            self.outcomes[number] = Permutation(shared.what, shared.linears, self._layer_errors(search, found), found.lowers, shared.tied)
 
     def _linear(self, fqn: str) -> nn.Linear:
         linear = self.linears.get(fqn) or self._model.get_submodule(fqn)

@@ -119,7 +119,7 @@ def project_calibrated_layers(
             inputs = inputs_of(model, {layer.fqn: layer.calls for layer in stage}, samples)
             seconds += perf_counter() - started
             permuted = permute_features(shared, plan, model, stage, inputs)
-            permutations += permuted.outcomes
+            permutations += [permuted.outcomes[number] for number in sorted(permuted.outcomes)]
             projected, new_rows = project_layers(stage, {**dense, **permuted.linears}, count_on, permuted.inputs)
             changed = permuted.linears | projected
             modules |= changed

@@ -151,7 +151,7 @@ def test_the_dense_model_in_the_new_order_computes_the_same(name: str, roles: tu
     calls = {layer.fqn: layer.calls for layer in made.replaced}
     inputs = {fqn: Inputs(moments, moments) for fqn, moments in collect(model, calls, few.split(8)).items()}
     found = permute(shared_features(made, model, samples_of(few)), made, model, made.replaced, inputs)
-    heads = [each for each in found.outcomes if each.what == HEADS]
+    heads = [each for each in found.outcomes.values() if each.what == HEADS]
     assert heads and all(each.moved and set(each.tied) == set(tied) for each in heads)
     new = copy.deepcopy(model)
     for fqn, linear in found.linears.items():
