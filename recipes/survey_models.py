@@ -50,7 +50,7 @@ from flysurgery.checkpoint import build_base
 from flysurgery.errors import FlysurgeryError, ModelError, first_line
 from flysurgery.factors import factors_to_dense
 from flysurgery.surgery import Plan, apply, plan
-from flysurgery.surgery.check import check_plan
+from flysurgery.surgery.apply import check_plan
 from flysurgery.walker import example_input, walk
 
 

@@ -113,7 +113,7 @@ class Samples:
         """How many samples are held out."""
         return len(self._held_out_positions())
 
-    def _held_out_positions(self) -> Sequence[int]:
+    def _held_out_positions(self) -> range:
         return range(max(min(HELD_OUT_EVERY, len(self)) - 1, 0), len(self), HELD_OUT_EVERY)
 
     def _batches(self, positions: Sequence[int]) -> Iterator[Tensor]:

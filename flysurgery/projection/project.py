@@ -66,11 +66,10 @@ def project(
 def hierarchical(matrix: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
     """Approximate ``matrix`` by a product of L factors of a chainable architecture.
 
-    The left-most factor is split off by an optimal two-factor projection whose columns are orthonormal on each block, and
-    what is left of the matrix, now in the next factors, is split in the same way. Because of the orthonormal columns the
-    squared errors of the L-1 steps add up, and no step exceeds the optimum: the error is at most ``sqrt(L-1)`` times the
-    smallest possible one, and zero for an exact product. In the end the factors are scaled so that their largest entries are
-    of one magnitude.
+    The left-most factor is split off by an optimal two-factor projection whose columns are orthonormal on each block, and what is left of
+    the matrix, now in the next factors, is split in the same way. Because of the orthonormal columns the squared errors of the L-1 steps
+    add up, and no step exceeds the optimum: the error is at most ``sqrt(L-1)`` times the smallest possible one, and zero for an exact
+    product. In the end the factors are scaled so that their largest entries are of one magnitude.
 
     Raises:
         ProjectionError: the architecture is not chainable, where no algorithm with a guarantee is known.
@@ -106,9 +105,9 @@ def of_equal_magnitude(factors: list[Tensor]) -> tuple[Tensor, ...]:
 def draw(factors: Iterable[Tensor], architecture: Architecture, generator: torch.Generator | None = None) -> None:
     """Fill the factors, left to right, with numbers that give outputs the variance of ``nn.Linear``'s own start.
 
-    ``nn.Linear`` draws its weights uniformly with variance ``1 / (3*in_features)``, which maps inputs of unit variance
-    to outputs of variance 1/3. An output of a factor sums c products, so factors of variance ``1 / c`` keep the
-    variance, and one of ``1 / (3*c)``, the leftmost, brings the third.
+    ``nn.Linear`` draws its weights uniformly with variance ``1 / (3*in_features)``, which maps inputs of unit variance to outputs of
+    variance 1/3. An output of a factor sums c products, so factors of variance ``1 / c`` keep the variance, and the leftmost, of
+    ``1 / (3*c)``, brings the third.
     """
     for index, (factor, pattern) in enumerate(zip(factors, architecture, strict=True)):
         bound = math.sqrt((1 if index == 0 else 3) / pattern.c)

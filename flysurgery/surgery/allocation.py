@@ -15,8 +15,7 @@ from flysurgery.fidelity import Progress
 from flysurgery.patterns import Architecture, gonon, low_rank, monarch
 from flysurgery.projection import OutputError
 from flysurgery.reason import Reason
-from flysurgery.surgery.apply import check_calibration
-from flysurgery.surgery.check import check_plan, check_weights
+from flysurgery.surgery.apply import check_calibration, check_plan, check_weights
 from flysurgery.surgery.choices import Point, TimedGroup, Tradeoff
 from flysurgery.surgery.option_errors import Option, Unit, judge, look
 from flysurgery.surgery.plan import LayerPlan, Part, Plan

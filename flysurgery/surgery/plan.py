@@ -167,10 +167,9 @@ class ExampleInput:
 class Plan:
     """Which layers surgery replaces and by what, for the model that it was made for; ``print(plan)`` is a table.
 
-    ``switches`` are the attributes that parents need so that they call the replaced modules. ``base`` and
-    ``base_args`` say how the dense model is built again, None where that is not known. ``example`` describes the
-    arguments that one forward takes by position: tensors, lists of tensors or None. It is None where the walk's example was something
-    else.
+    ``switches`` are the attributes that parents need so that they call the replaced modules. ``base`` and ``base_args`` say how the dense
+    model is built again, None where that is not known. ``example`` describes the arguments that one forward takes by position: tensors,
+    lists of tensors or None; None where the walk's example was something else.
 
     Raises:
         PlanError: a layer or a switch stands twice.

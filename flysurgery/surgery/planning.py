@@ -127,10 +127,10 @@ def plan(
 ) -> Plan:
     """Plan which linear layers of ``model`` are replaced and by what. The model stays as it is, and may be on the meta device.
 
-    Layers are selected by role and by regular expressions over their names (``include``, ``exclude``). A fused projection is
-    taken apart where the walk proves which rows are q, k and v, and then each part has its own architecture;
-    otherwise it is one matrix. A layer stays dense, with its reason, where it is not selected, where an obstacle
-    forbids it, or where no architecture has its size or fewer weights than it.
+    Layers are selected by role and by regular expressions over their names (``include``, ``exclude``). A fused projection is taken apart
+    where the walk proves which rows are q, k and v, and then each part has its own architecture; else it is one matrix. A layer stays
+    dense, with its reason, where it is not selected, an obstacle forbids it, or no architecture has its size or fewer weights than it.
+    Takes seconds: the walk runs on shapes, not on numbers.
 
     Args:
         roles: "ffn" (both of its linears), "qkv", "attn_out", ...; each must occur. By default ffn and qkv, as far as they do.
@@ -147,8 +147,6 @@ def plan(
         blocks, min_size: only layers in the blocks of these numbers (``"0-5,8"``), or with both sides of at least this size.
         convs: replace 1x1 convolutions of the selected roles as well, as linears of the channels.
         targets: the result of ``walk(model, example)``, if it is known already; needs the example.
-
-    Takes seconds: the walk runs on shapes, not on numbers.
 
     Raises:
         SelectionError: a selector or an expression of ``per_layer`` matched nothing, or one of ``patterns`` has no selected layer's size.

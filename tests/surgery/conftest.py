@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flysurgery.factors import factors_to_dense
 from flysurgery.projection import project
 from flysurgery.surgery import Plan, plan
-from flysurgery.surgery.check import check_plan
+from flysurgery.surgery.apply import check_plan
 from flysurgery.walker import walk
 
 Planned = Callable[..., Plan]

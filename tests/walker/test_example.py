@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import flysurgery
 from flysurgery.errors import WalkError
-from flysurgery.surgery.check import example_of
+from flysurgery.surgery.apply import example_of
 from flysurgery.walker import EXAMPLE_BATCH, example_input, walk
 from tests.support.composed import Composed
 from tests.support.models import ONE_BLOCK, TRUNK
