@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -197,12 +198,10 @@ def named_candidates(out_features: int, in_features: int) -> dict[str, Architect
     found: dict[str, Architecture] = {}
 
     def add(name: str, make: Callable[..., Architecture], *options: int) -> None:
-        try:
+        with suppress(PatternError):
             architecture = make(out_features, in_features, *options)
-        except PatternError:
-            return
-        if architecture.density < 1:
-            found[name] = architecture
+            if architecture.density < 1:
+                found[name] = architecture
 
     for nblocks in NBLOCKS:
         add(f"monarch {nblocks}", monarch, nblocks)
