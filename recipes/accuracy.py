@@ -20,15 +20,12 @@ Needs ``pip install 'flysurgery[train]'``, and for digits ten minutes of one CPU
 Rows: recipes/results/accuracy.csv
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from recipe import VIT_S, Place, Table, run
@@ -43,16 +40,11 @@ from flysurgery.evaluation import ImageData, evaluate, load_calibration, load_da
 from flysurgery.finetune import Settings, train, training_data
 from flysurgery.surgery import LayerPlan, Plan
 
-TARGETS: Mapping[str, Mapping[str, Any]] = {
-    "gonon": {"arch": "gonon"},
-    "monarch": {"arch": "monarch", "nblocks": 4},
-    "budget 0.4": {"arch": surgery.PLACEHOLDER},
-    "budget 0.45": {"arch": surgery.PLACEHOLDER},
-}
+TARGETS: Mapping[str, Mapping[str, Any]] = {"gonon": {"arch": "gonon"}, "monarch": {"arch": "monarch", "nblocks": 4}}
 """Options of ``surgery.plan``."""
 
 BUDGETS = {"budget 0.4": 0.4, "budget 0.45": 0.45}
-"""The targets whose architectures are chosen for all layers together, with the calibration images."""
+"""Further targets, whose architectures are chosen for all layers together, with the calibration images."""
 
 METHODS: Mapping[str, Mapping[str, bool]] = {
     "svd": {},
@@ -66,15 +58,12 @@ METHODS: Mapping[str, Mapping[str, bool]] = {
 """Options of ``surgery.apply``."""
 
 DENSE = "dense"
-DEMO, DEMO_EPOCHS, EPOCHS = Path(__file__).parents[1] / "checkpoints" / "digits_vit", 120, 6
-FOLDER, TRAIN_MINUTES, FINETUNE_SHARE = Path("build/fractals"), 4.5, 0.02
-VIT: dict[str, Any] = {"num_classes": 100}
+DEMO, FOLDER = Path(__file__).parents[1] / "checkpoints" / "digits_vit", Path("build/fractals")
+TRAIN_MINUTES = 4.5
 TINY_VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5}
-TINY_IMAGES = 960
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """A dense model on its device and what its rows are made with; ``settings`` are those of fine-tuning, for a share of its training."""
 
     dense: nn.Module
@@ -90,13 +79,14 @@ class Subject:
 def subject_of(model: str, place: Place) -> Subject:
     """The demo model, or the ViT on generated images, which is trained where the folder has none."""
     if model == "digits":
-        folder, samples, share, cpu = DEMO, None, EPOCHS / DEMO_EPOCHS, place.device.type == "cpu"
-        length: dict[str, Any] = {"minutes": 1e-3, "blocks_weight": 0.0} if place.quick else {"epochs": EPOCHS}
+        folder, samples, share = DEMO, None, 6 / 120
+        length: dict[str, Any] = {"minutes": 1e-3, "blocks_weight": 0.0} if place.quick else {"epochs": 6}
+        cpu = place.device.type == "cpu"
         settings = Settings(**length, smoothing=0.0, log_every=1000, workers=0, seed=place.protocol.seed, cpu=cpu)
     else:
         if not (FOLDER / "images.json").is_file():
             _train_dense(place)
-        folder, samples, share = FOLDER / "dense", 64 if place.quick else 512, FINETUNE_SHARE
+        folder, samples, share = FOLDER / "dense", 64 if place.quick else 512, 0.02
         images = int(share * json.loads((FOLDER / "images.json").read_text(encoding="utf-8")))
         settings = _on_fractals(place, images, batch=16 if place.quick else 128, rate=3e-4 if place.quick else 1e-4, seed=2)
     dense, base, base_args = load_dense(folder)
@@ -108,8 +98,8 @@ def subject_of(model: str, place: Place) -> Subject:
 def _train_dense(place: Place) -> None:
     """Train the ViT for ``TRAIN_MINUTES`` and keep it."""
     torch.manual_seed(place.protocol.seed)
-    args = TINY_VIT if place.quick else VIT
-    settings = _on_fractals(place, TINY_IMAGES if place.quick else None, batch=16 if place.quick else 256, rate=1e-3)
+    args = TINY_VIT if place.quick else {"num_classes": 100}
+    settings = _on_fractals(place, 960 if place.quick else None, batch=16 if place.quick else 256, rate=1e-3)
     model = build_base(VIT_S, args).to(place.device)
     found = train(model, training_data("fractals", model, settings), settings)
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -123,31 +113,21 @@ def _on_fractals(place: Place, images: int | None, *, batch: int, rate: float, s
     length: dict[str, Any] = {"minutes": TRAIN_MINUTES}
     if images is not None:
         length = {"epochs": 1, "images_per_epoch": max(1, images // batch) * batch}
-    return Settings(
-        **length,
-        batch_size=batch,
-        learning_rate=rate,
-        optimizer="adamw",
-        smoothing=0.0,
-        precision="no" if place.quick else "bf16",
-        log_every=25,
-        seed=place.protocol.seed + seed,
-        cpu=place.device.type == "cpu",
-    )
+    where = {"precision": "no" if place.quick else "bf16", "seed": place.protocol.seed + seed, "cpu": place.device.type == "cpu"}
+    return Settings(**length, **where, batch_size=batch, learning_rate=rate, optimizer="adamw", smoothing=0.0, log_every=25)
 
 
 @cache
 def plan_of(model: str, place: Place, target: str) -> Plan:
-    """The architecture of each layer."""
     subject = subject_of(model, place)
-    plan = surgery.plan(subject.dense, base=subject.base, base_args=subject.base_args, **TARGETS[target])
+    options = TARGETS.get(target, {"arch": surgery.PLACEHOLDER})
+    plan = surgery.plan(subject.dense, base=subject.base, base_args=subject.base_args, **options)
     if target in BUDGETS:
         plan, _ = surgery.allocate(plan, subject.dense, budget=BUDGETS[target], calibrate=subject.calibration)
     return plan
 
 
 def rows(place: Place, *, model: str, target: str, method: str) -> list[Record]:
-    """Convert a copy, measure, fine-tune and measure again."""
     subject = subject_of(model, place)
     made, share, errors = copy.deepcopy(subject.dense), 1.0, dict[str, float]()
     if target != DENSE:
@@ -171,19 +151,12 @@ def convert(model: nn.Module, plan: Plan, method: str, calibration: Tensor) -> t
         plan = low_rank(plan)
     if method == "magnitude":
         for layer in plan.replaced:
-            _prune(model.get_submodule(layer.fqn), layer)
+            prune.l1_unstructured(model.get_submodule(layer.fqn), "weight", amount=layer.weights_before - layer.weights_after)
     else:
         options: dict[str, Any] = {name: calibration if name == "calibrate" else on for name, on in METHODS[method].items()}
         surgery.apply(plan, model, **options)
     own = [layer for layer in plan.layers if layer.is_replaced or (layer.reason is not None and layer.reason.code == "budget")]
     return plan, sum(layer.params_after for layer in own) / sum(layer.params_before for layer in own)
-
-
-def _prune(module: nn.Module, layer: LayerPlan) -> None:
-    """Keep as many of the matrix's largest entries as the plan keeps weights; they alone are trained on."""
-    dense = sum((part.stop - part.start) * layer.in_features for part in layer.parts if part.architecture is None)
-    kept = dense + sum(part.architecture.num_parameters for part in layer.parts if part.architecture is not None)
-    prune.l1_unstructured(module, "weight", amount=layer.out_features * layer.in_features - kept)
 
 
 def parameters(model: nn.Module) -> int:
@@ -214,8 +187,9 @@ def output_errors(dense: nn.Module, model: nn.Module, plan: Plan, images: Tensor
 def table_of(model: str, **more: Any) -> Table:
     errors = ("error_qkv", "error_ffn_in", "error_ffn_out")
     return Table(
-        {"model": (model,), "target": (DENSE, *TARGETS), "method": (DENSE, *METHODS)},
-        rows=rows,
+        {"model": (model,), "target": (DENSE, *TARGETS, *BUDGETS), "method": (DENSE, *METHODS)},
+        rows,
+        timed=False,
         quick={"target": (DENSE, "monarch"), "method": (DENSE, "svd", "calibrated")},
         columns=("replaced_share", "model_params", *errors, "top1", "top1_finetuned", "samples", "finetune_share"),
         keep=lambda place, head: (head["target"] == DENSE) == (head["method"] == DENSE),

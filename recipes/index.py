@@ -3,8 +3,6 @@
 Run it without arguments after a docstring has changed: ``python recipes/index.py``.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

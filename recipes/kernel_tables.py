@@ -23,11 +23,9 @@ Needs a CUDA device, and half a minute to ten minutes a table; kernels that are 
 Rows: recipes/results/kernels_h200.csv
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -47,12 +45,7 @@ from flysurgery.gpu.row_sums import activation_gradient
 from flysurgery.ops import Dense, FusedFactors, Norm
 from flysurgery.patterns import Architecture, gonon, monarch
 
-HEAD = 64
-"""Features of a head."""
-
-PATCHES, TOKENS = 196, 197
-"""Rows of one image without and with its class token."""
-
+HEAD, PATCHES, TOKENS = 64, 196, 197  # features of a head of attention, and rows of one image without and with its class token
 FAMILIES: Mapping[str, Callable[[int, int], Architecture]] = {"gonon": gonon, "monarch": monarch}
 
 
@@ -77,10 +70,10 @@ class Drawn:
         return FusedFactors(factors, self.tensor(architecture.out_features, deviation=0.1))
 
 
-Compute = Callable[[Tensor, ops.Operation], Tensor]
+Compute = Callable[[Tensor, Any], Tensor]
 
 
-def plainly(x: Tensor, operation: ops.Operation) -> Tensor:
+def plainly(x: Tensor, operation: Any) -> Tensor:
     return operation.plainly(x)
 
 
@@ -96,7 +89,7 @@ class Operation:
         return lambda x: self.function(compute, x, *self.operands)
 
     @cached_property
-    def dense(self) -> Operation:
+    def dense(self) -> "Operation":
         return replace(self, operands=tuple(map(_dense, self.operands)))
 
     def work(self, moved: int, rows: int) -> Work:
@@ -105,14 +98,14 @@ class Operation:
         return Work(moved + sum(each.nbytes for each in weights), 2 * rows * sum(each.numel() for each in weights))
 
     def runs(self, place: Place) -> dict[str, Run | str]:
-        """The candidates that every operation has."""
         dense = self.dense.by(plainly)
+        compiled = torch.compile(dense, mode="max-autotune-no-cudagraphs") if place.on_cuda else "left out on a CPU"
         return {
             "fused": place.kernel(self.by(ops.run)),
             "composed": self.by(plainly),
             "dense": dense,
             "dense fused": place.kernel(self.dense.by(ops.run)),
-            "dense compiled": place.compiled(dense, "max-autotune-no-cudagraphs"),
+            "dense compiled": compiled,
         }
 
     def case(self, x: Tensor, runs: Mapping[str, Run | str], *, checked: int | None = None, flops: int | None = None, **more: Any) -> Case:
@@ -141,14 +134,14 @@ def _attention(compute: Compute, x: Tensor) -> Tensor:  # shapes: (images, token
     return compute(q, ops.Attention(k, v)).transpose(1, 2).flatten(2)
 
 
-def by_backend(backend: SDPBackend) -> Run:
-    """Attention by one of PyTorch's backends."""
+def by_backends(run: Run) -> dict[str, Run | str]:
+    """What attends by PyTorch's operator, by each of two of its backends."""
 
-    def run(x: Tensor) -> Tensor:
+    def by(backend: SDPBackend, x: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return _attention(plainly, x)
+            return run(x)
 
-    return run
+    return {"cudnn": partial(by, SDPBackend.CUDNN_ATTENTION), "flash": partial(by, SDPBackend.FLASH_ATTENTION)}
 
 
 def block_part(
@@ -181,8 +174,7 @@ def block_part(
         how |= {"checked": 8, "flops": 4 * rows * tokens * width}
     known = operation.runs(place)
     if part == "attention":  # it has no factors
-        known = {name: known[name] for name in ("dense", "dense fused")}
-        known |= {"cudnn": by_backend(SDPBackend.CUDNN_ATTENTION), "flash": by_backend(SDPBackend.FLASH_ATTENTION)}
+        known = {name: known[name] for name in ("dense", "dense fused")} | by_backends(operation.by(plainly))
     runs = {name: known[name] for name in candidates if name in known}
     return operation.case(x, runs, **how)
 
@@ -191,32 +183,16 @@ def attention_gradients(place: Place, *, rows: int, tokens: int, width: int, mod
     """Attention and the gradient of q, k and v, which lie side by side. x holds them and the gradient of the result."""
     both = Drawn(place, mode).tensor(4 * rows * width)
 
-    def gradient(compute: Compute) -> Run:
-        def run(both: Tensor) -> Tensor:  # shape: (4 * rows * width,) -> (images, tokens, 3 * width)
-            x, dy = (
-                part.view(-1, tokens, features)
-                for part, features in zip(both.split((3 * rows * width, rows * width)), (3 * width, width), strict=True)
-            )
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                return torch.autograd.grad(_attention(compute, x), x, dy)[0]
+    def gradient(compute: Compute, both: Tensor) -> Tensor:  # shape: (4 * rows * width,) -> (images, tokens, 3 * width)
+        x, dy = both.split((3 * rows * width, rows * width))
+        with torch.enable_grad():
+            x = x.view(-1, tokens, 3 * width).detach().requires_grad_()
+            return torch.autograd.grad(_attention(compute, x), x, dy.view(-1, tokens, width))[0]
 
-        return run
-
-    def attended(q: Tensor, given: Any) -> Tensor:
-        return ops.attended(q, given)
-
-    def by(backend: SDPBackend) -> Run:
-        def run(both: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return gradient(plainly)(both)
-
-        return run
-
-    runs = {"dense": gradient(plainly), "cudnn": by(SDPBackend.CUDNN_ATTENTION), "flash": by(SDPBackend.FLASH_ATTENTION)}
-    runs["cuda"] = gradient(attended)
+    dense = partial(gradient, plainly)
+    runs = {"dense": dense, **by_backends(dense), "cuda": partial(gradient, ops.attended)}
     work = Work(8 * rows * width * both.element_size(), 14 * rows * tokens * width)
-    return Case(runs, both, gradient(plainly)(both.double()), None, work)
+    return Case(runs, both, dense(both.double()), None, work)
 
 
 def hidden_gradients(place: Place, *, rows: int, width: int, mode: str) -> Case:
@@ -290,42 +266,36 @@ def factor_gradients(place: Place, *, layer: str, rows: int, mode: str) -> Case:
     return Case({"cuda": place.kernel(kernel), "einsum": einsum}, both, truth, range(len(truth)), work, "einsum")
 
 
-SIZES = (*((images, 197, 6) for images in (8, 16, 32, 64, 128, 256)), (128, 197, 3), (128, 197, 12), (128, 50, 12), (64, 257, 16))
-"""Images, tokens and heads of 64 features of timm's models."""
+SIZES = [
+    {"rows": images * tokens, "tokens": tokens, "width": HEAD * heads}
+    for images, tokens, heads in (
+        *((images, 197, 6) for images in (8, 16, 32, 64, 128, 256)),
+        *((128, 197, 3), (128, 197, 12), (128, 50, 12), (64, 257, 16)),
+    )
+]
+"""Images of timm's models."""
 
-HALVES_AND_FLOAT = ("fp16", "fp32")
 GROUP, FFN = "norm and q, k, v", "feed-forward"
-ON_TOKENS: Mapping[str, Any] = {"quick": {"rows": (TOKENS,)}, "needs_cuda": True, "few": 1}
+ONE_CASE: Mapping[str, Any] = {"needs_cuda": True, "few": 1, "seconds": 0.1}
+ON_TOKENS: Mapping[str, Any] = {"measure": block_part, "needs_cuda": True, "few": 1, "quick": {"rows": (TOKENS,)}}
 
 TABLES = {
     "attention": Table(
         {"part": ("attention",), "mode": ("fp16", "bf16")},
         block_part,
-        cases=[{"rows": images * tokens, "tokens": tokens, "width": 64 * heads} for images, tokens, heads in SIZES],
+        cases=SIZES,
         candidates=("dense", "cudnn", "flash", "dense fused"),
-        needs_cuda=True,
-        few=1,
-        seconds=0.1,
+        **ONE_CASE,
     ),
-    "attention_gradients": Table(
-        {"mode": ("bf16",)},
-        attention_gradients,
-        cases=[{"rows": images * tokens, "tokens": tokens, "width": 64 * heads} for images, tokens, heads in SIZES[4:]],
-        needs_cuda=True,
-        few=1,
-        seconds=0.1,
-    ),
+    "attention_gradients": Table({"mode": ("bf16",)}, attention_gradients, cases=SIZES[4:], **ONE_CASE),
     "hidden_gradients": Table(
         {"mode": ("bf16", "fp16")},
         hidden_gradients,
         cases=[{"rows": images * tokens, "width": width} for images, tokens, width in ((128, 197, 384), (64, 197, 768), (64, 257, 1024))],
-        needs_cuda=True,
-        few=1,
-        seconds=0.1,
+        **ONE_CASE,
     ),
     "norm_linear": Table(
         {"part": (GROUP,), "width": (384,), "architecture": tuple(FAMILIES), "mode": ("all",), "rows": (128 * TOKENS,)},
-        block_part,
         candidates=("fused", "dense", "dense compiled"),
         **ON_TOKENS,
     ),
@@ -333,9 +303,7 @@ TABLES = {
         {"layer": tuple(LAYERS), "mode": ("bf16", "fp32"), "rows": (128 * PATCHES,)},
         factor_gradients,
         quick={"rows": (PATCHES,)},
-        needs_cuda=True,
-        few=1,
-        seconds=0.1,
+        **ONE_CASE,
     ),
     "fused_ffn": Table(
         {
@@ -346,7 +314,6 @@ TABLES = {
             "mode": ("all",),
             "rows": (128 * TOKENS,),
         },
-        block_part,
         candidates=("fused", "composed", "dense", "dense compiled"),
         **ON_TOKENS,
     ),
@@ -354,11 +321,10 @@ TABLES = {
         {
             "architecture": ("gonon",),
             "width": (384, 768),
-            "mode": HALVES_AND_FLOAT,
+            "mode": ("fp16", "fp32"),
             "rows": (TOKENS, 2 * TOKENS, 4 * TOKENS, 8 * TOKENS),
             "part": (GROUP, "attention", "output projection", FFN),
         },
-        block_part,
         candidates=("dense", "dense fused", "fused"),
         **{**ON_TOKENS, "few": 4},
     ),

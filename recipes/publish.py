@@ -9,8 +9,6 @@ give way to new rows of the same case and device:
     python recipes/publish.py build/large_0.csv build/large_1.csv --fill --into recipes/results/patterns_h200.csv
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

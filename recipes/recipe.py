@@ -3,44 +3,45 @@
 A recipe that measures is a mapping of names to ``Table``, and ``run(__doc__, TABLES)``.
 """
 
-from __future__ import annotations
-
 import argparse
+import importlib
 import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from energy import WINDOW_SECONDS, EnergyMeter, with_joules
 from torch import Tensor
 
-from flysurgery.bench import Case, Protocol, Record, modes_of, rows_of_case
+from flysurgery.bench import Case, Protocol, Record, in_mode, modes_of, rows_of_case
 from flysurgery.bench.measuring import MEASURED
 from flysurgery.bench.rows import Job
-from flysurgery.cli.app import sentence_if_full
-from flysurgery.cli.bench import TIMES
-from flysurgery.cli.bench_run import bench_run, prepare, record_table
+from flysurgery.bench.timing import all_calls, rotating
+from flysurgery.cli.app import sentence_of
+from flysurgery.cli.bench import TIMES, bench_run, prepare, record_table
 from flysurgery.errors import FlysurgeryError, OptionError, first_line
 
-Number = TypeVar("Number", int, float)
 Run = Callable[[Tensor], Tensor]
 
 VIT_S = "vit_small_patch16_224"
 """The model that Gonon et al. 2024 measure."""
 
-NEEDS_CUDA = "needs CUDA"
-"""The status of what cannot run on a CPU."""
+NEEDS_CUDA = "needs CUDA"  # the status of what cannot run on a CPU
+WINDOW_SECONDS = 1.0  # the shortest window, unless ``--window`` says otherwise: the counter moves in steps of up to a tenth of a second
+STUCK_SECONDS = 5.0  # a counter that stands still for so long under load does not count
+AHEAD_MS = 20.0
+"""At least so much work is launched at a time, one such part ahead of the running one, so that the device never waits: reading the
+counter takes some milliseconds."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how cases are measured: a device, a way to time, and whether the run is a quick one."""
+    """Where and how cases are measured."""
 
     device: torch.device
     protocol: Protocol = field(default_factory=Protocol)
@@ -54,51 +55,32 @@ class Place:
         """A candidate that launches kernels, or why it cannot."""
         return run if self.on_cuda else NEEDS_CUDA
 
-    def compiled(self, run: Run, mode: str = "default") -> Run | str:
-        """A module or function through ``torch.compile``, or why not."""
-        return torch.compile(run, mode=mode) if self.on_cuda else "left out on a CPU"
-
 
 @dataclass(frozen=True)
 class Table:
-    """A table as data: its cases, and what makes them.
+    """A table as data. A case is one combination of ``axes``, with each of ``cases``.
 
-    Args:
-        axes: columns and their values. A case is one combination of them. Each is an option too, which names other values.
-        make: makes a case ready to be timed, given a ``Place`` and the columns by name, and ``candidates`` where the table names them.
-        rows: measures a case that is not timed, given the same; it stands in the place of ``make``.
-        cases: columns whose values are no combination of axes, for each case; each is combined with the axes.
-        quick: the values of axes with ``--quick``, which takes float32 unless it says otherwise.
-        few: with ``--quick`` only so many cases, the first.
-        columns: what ``make`` or ``rows`` says beside the columns above.
-        candidates: what ``--candidates`` may choose from, and its default.
-        free: axes of names whose option takes other names than those of the table.
-        keep: whether a combination is a case.
-        needs_cuda: on a CPU the table runs with ``--quick`` alone.
-        joules: measure joules without being asked to.
-        device, threads: the defaults of these options.
-        seconds: time for the samples of one candidate.
-        rounds: samples of one candidate at most.
-        summary: prints what all rows say together.
+    ``measure`` gets a ``Place``, the columns by name, and ``candidates`` where the table names them. It gives a ``Case`` to be timed, or
+    where the table is not ``timed`` rows.
     """
 
-    axes: Mapping[str, tuple[Any, ...]]
-    make: Callable[..., Case] | None = None
-    rows: Callable[..., Iterable[Record]] | None = None
-    cases: Sequence[Record] | Callable[[], Sequence[Record]] = ({},)
-    quick: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    few: int | None = None
-    columns: tuple[str, ...] = ()
-    candidates: tuple[str, ...] = ()
-    free: tuple[str, ...] = ()
-    keep: Callable[[Place, Record], bool] = lambda place, head: True
-    needs_cuda: bool = False
-    joules: bool = False
-    device: str | None = None
+    axes: Mapping[str, tuple[Any, ...]]  # columns and their values; each is an option too, which names other values
+    measure: Callable[..., Any]
+    timed: bool = True
+    cases: Sequence[Record] | Callable[[], Sequence[Record]] = ({},)  # columns whose values are no combination
+    quick: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # axes with --quick, which takes fp32 unless it says otherwise
+    few: int | None = None  # with --quick only so many cases, the first
+    columns: tuple[str, ...] = ()  # what ``measure`` says beside the columns above
+    candidates: tuple[str, ...] = ()  # what ``--candidates`` may choose from, and its default
+    free: tuple[str, ...] = ()  # axes of names whose option takes other names than those of the table
+    keep: Callable[[Place, Record], bool] = lambda place, head: True  # whether a combination is a case
+    needs_cuda: bool = False  # on a CPU it runs with --quick alone
+    joules: bool = False  # are measured without being asked for
+    device: str | None = None  # the default of this option and the next
     threads: int | None = None
-    seconds: float = 0.5
-    rounds: int = 15
-    summary: Callable[[list[Record]], None] | None = None
+    seconds: float = 0.5  # for the samples of one candidate
+    rounds: int = 15  # samples of one candidate at most
+    summary: Callable[[list[Record]], None] | None = None  # prints what all rows say together
 
     def heads(self, place: Place, **given: tuple[Any, ...]) -> list[Record]:
         """The columns that tell the cases apart; ``given`` are other values of axes."""
@@ -108,12 +90,98 @@ class Table:
         return [head for case in cases for each in combinations if self.keep(place, head := {**case, **each})]
 
 
+class EnergyMeter:
+    """Reads the energy counter of a CUDA device in windows of at least ``seconds``. Raises ``OptionError`` where none can be read."""
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self.seconds = seconds
+        try:
+            self._nvml = importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+            self.joules()
+        except ImportError as error:
+            raise OptionError("energy is read through NVML, which needs nvidia-ml-py: pip install 'flysurgery[bench]'") from error
+        except Exception as error:  # NVML makes its error classes at run time
+            raise OptionError(f"this device has no energy counter that NVML may read: {error}") from error
+
+    def joules(self) -> float:
+        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
+
+    def measure(self, run: Run, x: Tensor) -> float:
+        """Joules of ``run(x)``, those of the idle device included.
+
+        Inputs are larger together than the L2 cache, and calls are replayed as a graph where they can be captured.
+        """
+        inputs = rotating(x)
+        work, _ = all_calls(run, inputs, "graph", None)
+        busy = Busy(work)
+        watts = self.watts(busy.go_on)
+        return watts * busy.work_ms() / len(inputs) / 1e3
+
+    def watts(self, meanwhile: Callable[[], object]) -> float:
+        """The mean power between two steps of the counter, a window apart, while ``meanwhile`` runs over and over.
+
+        The first step is not counted: it holds energy of the time before.
+        """
+        steps: list[tuple[float, float]] = []
+        last, moved = self.joules(), time.perf_counter()
+        while len(steps) < 3 or steps[-1][0] - steps[1][0] < self.seconds:
+            meanwhile()
+            now, joules = time.perf_counter(), self.joules()
+            if joules != last:
+                steps.append((now, joules))
+                last, moved = joules, now
+            elif now - moved > STUCK_SECONDS:
+                raise OptionError(f"this device's energy counter stood still for {STUCK_SECONDS:.0f} s; nothing can be read from it")
+        (begin, before), (end, after) = steps[1], steps[-1]
+        return (after - before) / (end - begin)
+
+
+class Busy:
+    """Launches ``work`` again and again, always a part ahead of the running one, so that the device never waits."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        work()
+        before = _mark()
+        work()
+        after = _mark()
+        after.synchronize()
+        self._at_once = max(1, math.ceil(AHEAD_MS / before.elapsed_time(after)))
+        self._start, self._launched = _mark(), 0
+        self._marks = self._start, self._start
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Launch the next part if the last but one is done."""
+        if self._marks[0].query():
+            for _ in range(self._at_once):
+                self._work()
+            self._launched += self._at_once
+            self._marks = self._marks[1], _mark()
+
+    def work_ms(self) -> float:
+        """Wait until all work is done, and give its milliseconds over the number of launches."""
+        end = _mark()
+        end.synchronize()
+        return self._start.elapsed_time(end) / self._launched
+
+
+def _mark() -> torch.cuda.Event:
+    """A point in time on the device, behind all that was launched."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 def run(doc: str | None, tables: Mapping[str, Table]) -> None:
     """The program of a recipe: ask which table, and measure it."""
-    main(partial(_run, doc, tables))
+    main(lambda: measure_table(tables, _parser(doc, tables).parse_args()))
 
 
-def _run(doc: str | None, tables: Mapping[str, Table]) -> None:
+def _parser(doc: str | None, tables: Mapping[str, Table]) -> argparse.ArgumentParser:
     parser = parser_of(doc)
     commands = parser.add_subparsers(dest="table", metavar="TABLE", required=True)
     for name, table in tables.items():
@@ -123,30 +191,21 @@ def _run(doc: str | None, tables: Mapping[str, Table]) -> None:
         command.add_argument("--minutes", type=duration, help="begin no case after this many minutes")
         command.add_argument("--only", type=expression, default="", metavar="REGEX", help="the cases in whose columns it is found")
         command.add_argument("--cases", type=stretch, default=slice(None), metavar="FROM:TO:STEP", help="these alone, by their order")
-        if table.make is not None:
+        if table.timed:
             command.add_argument("--joules", action="store_true", default=table.joules, help="measure the joules of a call too")
             command.add_argument("--window", type=duration, default=WINDOW_SECONDS, help="seconds of replays that joules are read over")
         if table.candidates:
-            command.add_argument("--candidates", type=some_of(*table.candidates), help=f"out of {', '.join(table.candidates)}")
+            command.add_argument("--candidates", type=listed(str, *table.candidates), help=f"out of {', '.join(table.candidates)}")
         for axis, values in table.axes.items():
-            usual = ", ".join(map(str, values))
-            command.add_argument(f"--{axis}", type=_reader(axis, table), metavar="VALUE,...", help=f"by default {usual}".replace("%", "%%"))
-    measure_table(tables, parser.parse_args())
+            is_count = isinstance(values[0], int) and axis != "seed"
+            known = () if axis == "mode" or axis in table.free or isinstance(values[0], int) else values
+            reader = listed(count if is_count else type(values[0]), *known)
+            usual = ", ".join(map(str, values)).replace("%", "%%")
+            command.add_argument(f"--{axis}", type=reader, metavar="VALUE,...", help=f"by default {usual}")
+    return parser
 
 
-def _reader(axis: str, table: Table) -> Callable[[str], tuple[Any, ...]]:
-    """What reads other values of an axis: numbers, the names that the table has, or any names."""
-    values = table.axes[axis]
-    if axis == "mode" or axis in table.free:
-        return listed(str)
-    if axis == "seed":
-        return listed(int)
-    if isinstance(values[0], int):
-        return listed(count)
-    return some_of(*values)
-
-
-def measure_table(tables: Mapping[str, Table], options: argparse.Namespace) -> list[Record]:
+def measure_table(tables: Mapping[str, Table], options: argparse.Namespace) -> None:
     """Measure the cases of a table that have no rows yet, and print all its rows."""
     table = tables[options.table]
     device = prepare(options.device, options.threads)
@@ -163,25 +222,22 @@ def measure_table(tables: Mapping[str, Table], options: argparse.Namespace) -> l
     if not chosen:
         cases = "; ".join(name_of(head) for head in known[:20])
         raise OptionError(f"there is nothing to measure by these options on this device; cases are {cases or 'none'}")
-    head, extra = tuple(chosen[0]), {}
-    if table.candidates:
-        extra["candidates"] = options.candidates or table.candidates
-    if table.make is None:
-        columns = shown = (*head, *table.columns)
-        jobs = [(head, partial(_untimed, table, place, head, extra)) for head in chosen]
-    else:
+    head, meter = tuple(chosen[0]), None
+    extra = {"candidates": options.candidates or table.candidates} if table.candidates else {}
+    columns = shown = (*head, *table.columns)
+    if table.timed:
         meter = EnergyMeter(device, options.window) if options.joules and place.on_cuda else None
         joules = ("joules",) if options.joules else ()
         columns = (*head, "candidate", *table.columns, *joules, *(name for name in MEASURED if name not in head))
         shown = (*dict.fromkeys((*head, "candidate", *table.columns, *joules, "launch", "weights_gib", *TIMES)),)
-        # The first candidate stands for all: others may be launched otherwise, where they cannot be captured.
-        first = {"candidate": extra["candidates"][0]} if extra else {}
-        jobs = [(head | first, partial(_timed, table, place, head, extra, meter)) for head in chosen]
-    may_fail = (torch.OutOfMemoryError,) if table.make else (FlysurgeryError, RuntimeError)
-    records = make(options, device, columns, jobs, shown=shown, minutes=options.minutes, may_fail=may_fail)
+    # The first candidate stands for all: others may be launched otherwise, where they cannot be captured.
+    first = {"candidate": extra["candidates"][0]} if extra else {}
+    jobs = [(head | first, partial(_rows, table, place, head, extra, meter)) for head in chosen]
+    may_fail = (torch.OutOfMemoryError,) if table.timed else (FlysurgeryError, RuntimeError)
+    records = measure_jobs(options, device, columns, jobs, minutes=options.minutes, may_fail=may_fail)
+    print(record_table(records, shown))
     if table.summary is not None:
         table.summary(records)
-    return records
 
 
 def name_of(head: Mapping[str, Any]) -> str:
@@ -189,25 +245,60 @@ def name_of(head: Mapping[str, Any]) -> str:
     return ", ".join(map(str, head.values()))
 
 
-def _untimed(table: Table, place: Place, head: Record, extra: Mapping[str, Any]) -> Iterable[Record]:
-    assert table.rows is not None
-    return [head | row for row in table.rows(place, **head, **extra)]
+def _rows(table: Table, place: Place, head: Record, extra: Mapping[str, Any], meter: EnergyMeter | None) -> list[Record]:
+    """Check, time and meter the candidates of one case; a baseline's twin is metered again."""
+    found = cache(partial(table.measure, place, **head, **extra))
+    if not table.timed:
+        return [head | row for row in found()]
+    rows = rows_of_case(head, found, head["mode"], replace(place.protocol, launch=head.get("launch", "graph")))
+    if meter is not None:
+        case: Case = found()
+        with in_mode(head["mode"]), torch.no_grad():
+            for row in rows:
+                plain = row["candidate"] if row["candidate"] in case.runs else case.baseline
+                run = case.runs[plain]
+                row["joules"] = None if isinstance(run, str) or not row["median_ms"] else meter.measure(run, case.input(plain))
+    return rows
 
 
-def _timed(table: Table, place: Place, head: Record, extra: Mapping[str, Any], meter: EnergyMeter | None) -> list[Record]:
-    """Check, time and meter the candidates of one case."""
-    assert table.make is not None
-    ready = cache(partial(table.make, place, **head, **extra))
-    protocol = Protocol(head.get("launch", "graph"), place.protocol.rounds, place.protocol.seconds, place.protocol.seed)
-    rows = rows_of_case(head, ready, head["mode"], protocol)
-    return rows if meter is None else with_joules(rows, ready(), head["mode"], meter)
+def measure_jobs(
+    options: argparse.Namespace,
+    device: torch.device,
+    columns: Sequence[str],
+    jobs: Iterable[Job],
+    *,
+    minutes: float | None = None,
+    may_fail: tuple[type[Exception], ...],
+) -> list[Record]:
+    """Measure the jobs that have no rows yet, and give all rows.
+
+    No job is begun once ``minutes`` are over. One that fails with one of ``may_fail`` is printed and gets no rows.
+    """
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    with bench_run(device, columns, options.out, fresh=options.fresh) as sheet:
+        todo = [job for job in jobs if not sheet.rows(job[0])]
+        for done, (head, rows_of) in enumerate(todo):
+            if time.monotonic() > end:
+                print(f"{len(todo) - done} of {len(todo)} measurements are left for the next run", flush=True)
+                break
+            torch.compiler.reset()  # the compiler gives up on code that it has compiled for many models
+            try:
+                sheet.add(rows_of(), name_of(head))
+            except may_fail as error:
+                print(f"{name_of(head)} failed, and has no rows: {first_line(error)}", flush=True)
+            torch.cuda.empty_cache()
+    return sheet.records
 
 
-def listed(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """What reads values of a kind that commas separate."""
+def listed(kind: Callable[[str], Any], *known: str) -> Callable[[str], tuple[Any, ...]]:
+    """What reads values of a kind that commas separate, all of them ``known`` where any are."""
 
     def values(text: str) -> tuple[Any, ...]:
-        return tuple(kind(part.strip()) for part in text.split(","))
+        found = tuple(kind(part.strip()) for part in text.split(","))
+        for value in found if known else ():
+            if value not in known:
+                raise argparse.ArgumentTypeError(f"there is no '{value}'; choose from {', '.join(known)}")
+        return found
 
     return values
 
@@ -219,17 +310,6 @@ def stretch(text: str) -> slice:
     return slice(*(int(part) if part else None for part in text.split(":")))
 
 
-def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
-    """What reads known names separated by commas."""
-
-    def known_name(name: str) -> str:
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"there is no '{name}'; choose from {', '.join(known)}")
-        return name
-
-    return listed(known_name)
-
-
 def expression(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
@@ -237,17 +317,17 @@ def expression(text: str) -> re.Pattern[str]:
         raise argparse.ArgumentTypeError(f"expected a regular expression, got '{text}': {error}") from error
 
 
-def _above_zero(text: str, kind: type[Number]) -> Number:
+def _above_zero(kind: type[int] | type[float], text: str) -> Any:
     try:
         number = kind(text)
     except ValueError:
-        number = kind(0)
+        number = 0
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above zero, got '{text}'")
     return number
 
 
-count, duration = partial(_above_zero, kind=int), partial(_above_zero, kind=float)
+count, duration = partial(_above_zero, int), partial(_above_zero, float)
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
@@ -267,51 +347,14 @@ def add_options(parser: argparse.ArgumentParser, *, seconds: float, seeded: bool
     parser.add_argument("--seconds", type=duration, default=seconds, help="time for the samples of one candidate")
 
 
-def make(
-    options: argparse.Namespace,
-    device: torch.device,
-    columns: Sequence[str],
-    jobs: Iterable[Job],
-    *,
-    shown: Sequence[str] = (),
-    minutes: float | None = None,
-    may_fail: tuple[type[Exception], ...] = (torch.OutOfMemoryError,),
-) -> list[Record]:
-    """Measure the jobs that have no rows yet, print the columns ``shown`` of all rows, and give the rows.
-
-    No job is begun once ``minutes`` are over. One that fails with one of ``may_fail``, by default for want of a GPU's memory, is
-    printed and gets no rows.
-    """
-    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    with bench_run(device, columns, options.out, fresh=options.fresh) as run:
-        todo = [job for job in jobs if not run.rows(job[0])]
-        for done, (head, rows_of) in enumerate(todo):
-            if time.monotonic() > end:
-                print(f"{len(todo) - done} of {len(todo)} measurements are left for the next run", flush=True)
-                break
-            torch.compiler.reset()  # the compiler gives up on code that it has compiled for many models
-            try:
-                run.add(rows_of(), name_of(head))
-            except may_fail as error:
-                print(f"{name_of(head)} failed, and has no rows: {first_line(error)}", flush=True)
-            torch.cuda.empty_cache()
-    if shown:
-        print(record_table(run.records, shown))
-    return run.records
-
-
 def main(work: Callable[[], None]) -> None:
     """Run a recipe; an error that was raised on purpose, by the file system or for want of memory, is one sentence and an exit code."""
     try:
         work()
-    except FlysurgeryError as error:
-        raise SystemExit(" ".join(str(error).split())) from error
-    except OSError as error:
-        raise SystemExit(f"{error.strerror or error}: {error.filename}" if error.filename else str(error)) from error
-    except RuntimeError as error:
-        sentence = sentence_if_full(error)
+    except Exception as error:
+        sentence = sentence_of(error)
         if sentence is None:
             raise
-        raise SystemExit(sentence) from error
+        raise SystemExit(" ".join(sentence.split())) from error
     except KeyboardInterrupt:
         raise SystemExit(130) from None

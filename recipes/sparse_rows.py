@@ -4,8 +4,6 @@ Rows of similar length stand in groups of ``ROWS``, each padded to its longest, 
 multiplies all of them with the same few columns of x, which stay in the first cache: each of their values is read many times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 64
-"""Rows of the matrix that one program sums at a time."""
-
+ROWS = 64  # rows of the matrix that one program sums at a time
 CONFIGS = [triton.Config({"COLUMNS": columns}, num_warps=warps) for columns, warps in ((32, 4), (32, 8), (64, 8), (128, 8), (128, 16))]
 """What a CUDA device is asked for the fastest of, once for each matrix."""
 

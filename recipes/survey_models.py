@@ -21,8 +21,6 @@ Rows: recipes/results/survey.csv
 Needs a CPU core and twenty to forty minutes for each library.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import importlib
@@ -63,7 +61,17 @@ class Case:
     base: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     example: Callable[[], Any] | None = None
-    wrap: Callable[[nn.Module], nn.Module] | None = None
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+
+    def build(self, device: str | None = None) -> nn.Module:
+        return self.wrap(build_base(self.base, self.arguments, device=device))
+
+    def skeleton(self) -> nn.Module:
+        try:
+            with torch.device("meta"):
+                return self.build("meta")
+        except ModelError:  # a constructor that computes something from its weights
+            return self.build()
 
 
 def _listed(library: str) -> list[list[str]]:
@@ -80,7 +88,7 @@ def timm_cases() -> list[Case]:
     chosen = [name for (name,) in _listed("timm")]
     found = {file: [name for name in chosen if is_model_in_modules(name, {file})] for file in timm.list_modules()}
     found = {file: names or timm.list_models(module=file)[:1] for file, names in found.items()}
-    # The door for converted folders is no model of timm.
+    # flysurgery_structured, the door for converted folders, is no model of timm.
     return [Case(file, name, name) for file, names in found.items() for name in names if name != "flysurgery_structured"]
 
 
@@ -121,16 +129,12 @@ def vit_pytorch_cases() -> list[Case]:
 def _vit_pytorch_case(place: str, own: Mapping[str, str]) -> Case:
     """A class with its own arguments, as texts, and the common sizes that its constructor or that of a base has."""
     module, _, name = place.partition(":")
-    known = {each for base in getattr(importlib.import_module(f"vit_pytorch.{module}"), name).__mro__ for each in _parameters(base)}
+    bases = getattr(importlib.import_module(f"vit_pytorch.{module}"), name).__mro__
+    known = {each for base in bases if base.__module__.startswith("vit_pytorch") for each in inspect.signature(base).parameters}
     arguments = {key: value for key, value in SIZES.items() if key in known}
     arguments |= {key: ast.literal_eval(value) for key, value in own.items()}
     variant = f" {arguments['variant']}" if "variant" in own else ""
     return Case(module, f"{place}{variant}", f"vit_pytorch.{place}", arguments, EXAMPLES.get(module))
-
-
-def _parameters(kind: type) -> Iterable[str]:
-    is_own = kind.__module__.startswith("vit_pytorch")
-    return inspect.signature(kind).parameters if is_own else ()
 
 
 TASKS = ("IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "OBJECT_DETECTION", "SEGMENTATION", "DEPTH", "IMAGE_TO_IMAGE", "MASKED_IMAGE")
@@ -148,11 +152,10 @@ def transformers_cases() -> list[Case]:
     """Every model class of transformers' tables of vision tasks, with the sizes of its default configuration and few layers."""
     from transformers.models.auto import modeling_auto
 
-    names = [name for name in dir(modeling_auto) if name.endswith("_MAPPING_NAMES") and any(task in name for task in TASKS)]
-    tables = [getattr(modeling_auto, name) for name in names]
+    tables = [name for name in dir(modeling_auto) if name.endswith("_MAPPING_NAMES") and any(task in name for task in TASKS)]
     found: dict[str, str] = {}
     for table in tables:
-        for family, names in table.items():
+        for family, names in getattr(modeling_auto, table).items():
             for name in [names] if isinstance(names, str) else names:
                 found.setdefault(name, family)
     return [Case(family, name, f"transformers:{name}", _shallow_arguments(name)) for name, family in sorted(found.items())]
@@ -175,17 +178,10 @@ def _shallow(entries: Mapping[str, Any]) -> dict[str, Any]:
     return counts | {key: {"model_type": entries[key]["model_type"]} | value for key, value in towers.items() if value}
 
 
-QUICK = ("deit_tiny_patch16_224", "vit:ViT", "DeiTForImageClassification")
-"""The models that ``--quick`` takes."""
-
-LARGEST = 400_000_000
-"""Most parameters of a model that is built and converted."""
-
-TOLERANCE = 16.0
-"""The largest ratio of errors at which the output counts as kept."""
-
-SECONDS = 240.0
-"""The longest that one model may take."""
+QUICK = ("deit_tiny_patch16_224", "vit:ViT", "DeiTForImageClassification")  # the models that ``--quick`` takes
+LARGEST, TOLERANCE, SECONDS = 400_000_000, 16.0, 240.0
+"""Most parameters of a model that is built and converted, the largest ratio of errors at which the output counts as kept, and the longest
+that one model may take."""
 
 ROLES = ("qkv", "attn_out", "ffn_in", "ffn_out")
 COLUMNS = ("exported", "linears", *ROLES, "head", "other", "obstacles", "replaced", "kept")
@@ -208,7 +204,7 @@ def survey(library: str, model: str) -> Record:
 
 
 def _survey(case: Case, row: Record) -> None:
-    skeleton = _skeleton(case)
+    skeleton = case.skeleton()
     example = example_input(skeleton) if case.example is None else case.example()
     targets = walk(skeleton, example)
     row |= {"exported": True, "linears": len(targets), **Counter(target.role for target in targets)}
@@ -225,7 +221,7 @@ def _survey(case: Case, row: Record) -> None:
         row["note"] = f"walked and planned only: it has {size / 1e6:.0f} million parameters"
         return
     torch.manual_seed(0)
-    model = _wrapped(case, build_base(case.base, case.arguments)).eval()
+    model = case.build().eval()
     del skeleton
     _make_exact(made, model)
     _compare(made, model, example, row)
@@ -233,18 +229,6 @@ def _survey(case: Case, row: Record) -> None:
 
 def _counted(codes: Iterable[str]) -> str:
     return "; ".join(f"{code} {count}" for code, count in sorted(Counter(codes).items()))
-
-
-def _skeleton(case: Case) -> nn.Module:
-    try:
-        with torch.device("meta"):
-            return _wrapped(case, build_base(case.base, case.arguments, device="meta"))
-    except ModelError:  # a constructor that computes something from its weights
-        return _wrapped(case, build_base(case.base, case.arguments))
-
-
-def _wrapped(case: Case, model: nn.Module) -> nn.Module:
-    return model if case.wrap is None else case.wrap(model)
 
 
 @torch.no_grad()
@@ -262,8 +246,10 @@ def _make_exact(made: Plan, model: nn.Module) -> None:
 
 @torch.no_grad()
 def _compare(made: Plan, model: nn.Module, example: Any, row: Record) -> None:
-    inputs = _random_inputs(example[:1] if isinstance(example, Tensor) else example)
-    truth = _outputs(copy.deepcopy(model).double(), tuple(_converted(each, torch.float64) for each in inputs))
+    generator = torch.Generator().manual_seed(1)
+    arguments = example if isinstance(example, tuple) else (example[:1] if isinstance(example, Tensor) else example,)
+    inputs = _floats(arguments, lambda t: torch.randn(t.shape, generator=generator))
+    truth = _outputs(copy.deepcopy(model).double(), _floats(inputs, Tensor.double))
     dense = _outputs(model, inputs)
     apply(made, model, verify=False)  # what follows shows the same
     called: set[str] = set()
@@ -274,18 +260,9 @@ def _compare(made: Plan, model: nn.Module, example: Any, row: Record) -> None:
     row |= {"converted": True, "called": len(called), "error_ratio": ratio, "output_kept": ratio <= TOLERANCE}
 
 
-def _random_inputs(example: Any) -> tuple[Any, ...]:
-    generator = torch.Generator().manual_seed(1)
-    arguments = example if isinstance(example, tuple) else (example,)
-    return pytree.tree_map_only(
-        Tensor,
-        lambda t: torch.randn(t.shape, generator=generator) if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype),
-        arguments,
-    )
-
-
-def _converted(value: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+def _floats(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Inputs whose floating-point tensors are changed; the others are zeros."""
+    return pytree.tree_map_only(Tensor, lambda t: change(t) if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype), inputs)
 
 
 def _outputs(model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
@@ -298,8 +275,7 @@ def _rms(values: Tensor) -> float:
     return float(values.square().mean().sqrt())
 
 
-LIBRARIES = {"timm": timm_cases, "vit_pytorch": vit_pytorch_cases, "transformers": transformers_cases}
-"""The cases of each table."""
+LIBRARIES = {"timm": timm_cases, "vit_pytorch": vit_pytorch_cases, "transformers": transformers_cases}  # the cases of each table
 
 
 @cache
@@ -326,7 +302,8 @@ def rows(place: Place, *, library: str, family: str, model: str) -> list[Record]
 TABLES = {
     library: Table(
         {},
-        rows=rows,
+        rows,
+        timed=False,
         cases=partial(heads_of, library),
         columns=COLUMNS,
         keep=lambda place, head: not place.quick or head["model"] in QUICK,

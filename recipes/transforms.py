@@ -21,14 +21,13 @@ Needs any device; learned a CPU and ten minutes.
 Rows: recipes/results/transforms.csv
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
+import scipy.linalg
 import torch
 from recipe import Place, Run, Table, run
 from torch import Tensor, nn
@@ -40,8 +39,7 @@ from flysurgery.patterns import Architecture, square_dyadic
 from flysurgery.projection import project
 
 RATE = 0.05
-ROUNDED = 0.5
-"""The share of the steps after which each choice of the permutations is rounded; the rest fits the factors alone."""
+ROUNDED = 0.5  # the share of the steps after which each choice of the permutations is rounded; the rest fits the factors alone
 
 
 def permute(
@@ -107,13 +105,7 @@ def learn(
     return relaxed.sqrt(), squared.detach().sqrt(), (logits.detach() > 0).int()
 
 
-RADICES = (2, 8, 64)
-ROUNDS = 10
-"""Alternations of sparse plus low rank."""
-
-
-@dataclass(frozen=True)
-class Transform:
+class Transform(NamedTuple):
     """A matrix, and complex or real ones whose product it is, or is the real part of; each is a butterfly with its columns in ``order``."""
 
     target: Tensor
@@ -142,16 +134,13 @@ def convolution(n: int) -> Transform:
     """The circular convolution with a random filter: two Fourier transforms, and the filter's own between them."""
     taps = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     taps /= taps.norm()
-    place = torch.arange(n)
     inverse = dft(n).conj() * torch.fft.fft(taps.to(torch.complex128))
-    return Transform(taps[(place[:, None] - place) % n], (inverse, dft(n)), bit_reversal(n), products=2)
+    return Transform(torch.from_numpy(scipy.linalg.circulant(taps.numpy())), (inverse, dft(n)), bit_reversal(n), products=2)
 
 
 def hadamard(n: int) -> Transform:
     """Walsh and Hadamard's transform, in the order of Hadamard."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < n:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5, matrix)
+    matrix = torch.from_numpy(scipy.linalg.hadamard(n) / n**0.5)
     return Transform(matrix, (matrix,), torch.arange(n))
 
 
@@ -189,7 +178,6 @@ def low_rank(matrix: Tensor, rank: int) -> Tensor:
 
 
 def sparse(matrix: Tensor, entries: int) -> Tensor:
-    """The entries of largest magnitude."""
     kept = matrix.abs().flatten().topk(min(entries, matrix.numel())).indices
     return torch.zeros_like(matrix).flatten().scatter(0, kept, matrix.flatten()[kept]).view_as(matrix)
 
@@ -199,7 +187,7 @@ def sparse_and_low_rank(matrix: Tensor, entries: int) -> Tensor:
     n = len(matrix)
     rank = entries // (4 * n)
     own = other = torch.zeros_like(matrix)
-    for _ in range(ROUNDS):
+    for _ in range(10):
         own = sparse(matrix - other, entries - 2 * n * rank)
         other = low_rank(matrix - own, rank)
     return own + other
@@ -267,7 +255,7 @@ def times_case(place: Place, *, n: int, rows: int, mode: str) -> Case:
     runs: dict[str, Run | str] = {
         "fft": lambda x: torch.view_as_real(torch.fft.fft(x, norm="ortho")),
         "dense": lambda x: torch.view_as_real(x @ matrix),
-        **{f"radix {size}": by_factors(size) for size in RADICES if size == 2 or size < n},
+        **{f"radix {size}": by_factors(size) for size in (2, 8, 64) if size == 2 or size < n},
     }
     return Case(runs, x, torch.view_as_real(torch.fft.fft(x.to(torch.complex128), norm="ortho")), baseline="fft")
 
@@ -275,13 +263,15 @@ def times_case(place: Place, *, n: int, rows: int, mode: str) -> Case:
 TABLES = {
     "recovered": Table(
         {"transform": tuple(TRANSFORMS), "n": (8, 16, 32, 64, 128, 256, 512, 1024)},
-        rows=recovered,
+        recovered,
+        timed=False,
         quick={"n": (8, 64)},
         columns=("candidate", "numbers", "share", "rmse", "seconds"),
     ),
     "learned": Table(
         {"transform": tuple(TRANSFORMS), "n": (8, 16, 32), "starts": (16,), "steps": (3000,), "seed": (0,)},
-        rows=learned,
+        learned,
+        timed=False,
         quick={"n": (8,), "steps": (1000,)},
         columns=("products", "found", "rmse_relaxed", "rmse", "choices", "seconds"),
     ),

@@ -1,7 +1,5 @@
 """The parts of a ViT that are timed, converted, each with its input: as Gonon et al. 2024 time them, and as timm builds them today."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,10 +21,7 @@ from flysurgery.surgery import install, plan
 PROTOCOLS = ("paper", "today")
 """``paper``: separate q, k, v, attention written out. ``today``: timm's model, one qkv, ``scaled_dot_product_attention``."""
 
-SEED = 0
-
-Make = Callable[[int, int, bool], nn.Module]
-"""Makes the linear layer of ``(out_features, in_features, bias)``."""
+Make = Callable[[int, int, bool], nn.Module]  # makes the linear layer of ``(out_features, in_features, bias)``
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,6 @@ class VitSizes:
 
     @property
     def tokens(self) -> int:
-        """Patches of one image."""
         return (self.image // self.patch) ** 2
 
 
@@ -61,8 +55,7 @@ class Unit:
 def parts(protocol: str, model: str, arch: str) -> Mapping[str, Unit]:
     """The parts of a timm ViT under a protocol, by name, from single linears to the whole model, which is built once.
 
-    Raises:
-        OptionError: the model is no ViT with ``blocks``, ``embed_dim`` and ``patch_embed``.
+    Raises ``OptionError`` where the model is no ViT with ``blocks``, ``embed_dim`` and ``patch_embed``.
     """
     sizes, prefix_tokens = vit_sizes(model)
     found = _paper_units(sizes, arch) if protocol == "paper" else _today_units(model, arch, sizes, sizes.tokens + prefix_tokens)
@@ -82,17 +75,9 @@ def vit_sizes(model: str) -> tuple[VitSizes, int]:
     return sizes, int(getattr(vit, "num_prefix_tokens", 0))
 
 
-def converted_timm(model: str, arch: str, **arguments: Any) -> nn.Module:
-    """Build a timm model converted with random factors: nothing is projected, as times do not depend on values."""
-    vit = timm.create_model(model, pretrained=False, **arguments).eval()
-    install(plan(vit, arch), vit)
-    reset(vit)
-    return vit
-
-
 def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        torch.manual_seed(SEED)
+        torch.manual_seed(0)
         return make().eval().requires_grad_(False)
 
     return build
@@ -105,17 +90,21 @@ def _paper_units(sizes: VitSizes, arch: str) -> Iterator[Unit]:
     width, tokens = sizes.width, sizes.tokens
     for name, (out_features, in_features) in zip(("N x N", "4N x N", "N x 4N"), layer_sizes(width).values(), strict=True):
         for bias in (False, True):
-            label = f"linear {name}{' + bias' if bias else ''}"
-            build = _seeded(lambda out=out_features, inner=in_features, bias=bias: make(out, inner, bias))
-            yield Unit(label, build, (tokens, in_features), tokens)
-    for label, part in (("FFN", PaperFeedForward), ("attention", PaperAttention), ("block", PaperBlock)):
-        yield Unit(label, _seeded(lambda part=part: part(sizes, make)), (tokens, width), tokens)
-    yield Unit("model", _seeded(lambda: PaperVit(sizes, make)), (3, sizes.image, sizes.image), tokens)
+            build = _seeded(partial(make, out_features, in_features, bias))
+            yield Unit(f"linear {name}{' + bias' if bias else ''}", build, (tokens, in_features), tokens)
+    for name, part in (("FFN", PaperFeedForward), ("attention", PaperAttention), ("block", PaperBlock)):
+        yield Unit(name, _seeded(partial(part, sizes, make)), (tokens, width), tokens)
+    yield Unit("model", _seeded(partial(PaperVit, sizes, make)), (3, sizes.image, sizes.image), tokens)
 
 
 def _today_units(model: str, arch: str, sizes: VitSizes, tokens: int) -> Iterator[Unit]:
-    whole = cache(_seeded(partial(converted_timm, model, arch)))  # its plan takes seconds
-    one = cache(_seeded(partial(converted_timm, model, arch, depth=1)))
+    def converted(**arguments: Any) -> nn.Module:  # with random factors: nothing is projected, as times do not depend on values
+        vit = timm.create_model(model, pretrained=False, **arguments).eval()
+        install(plan(vit, arch), vit)
+        reset(vit)
+        return vit
+
+    whole, one = cache(_seeded(converted)), cache(_seeded(partial(converted, depth=1)))  # a plan takes seconds
 
     def part(of: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
         return lambda: copy.deepcopy(of(one())).eval()  # a Residual around parts of the model is in training mode
@@ -131,13 +120,13 @@ def _today_units(model: str, arch: str, sizes: VitSizes, tokens: int) -> Iterato
 
 
 class Residual(nn.Module):
-    """``x + inner(norm(x))``, what a block does with its attention and its FFN."""
+    """``x + inner(norm(x))``, what a block does with its attention and its FFN. As in the classes below, x is (batch, tokens, width)."""
 
     def __init__(self, norm: nn.Module, inner: nn.Module) -> None:
         super().__init__()
         self.norm, self.inner = norm, inner
 
-    def forward(self, x: Tensor) -> Tensor:  # shape: (batch, tokens, width), unchanged
+    def forward(self, x: Tensor) -> Tensor:
         return x + self.inner(self.norm(x))
 
 
@@ -147,7 +136,7 @@ def dense_layer(out_features: int, in_features: int, bias: bool) -> nn.Module:
 
 
 class PaperAttention(nn.Module):
-    """Norm, q, k and v by ``make``, softmax of q kᵀ, and a dense projection; no biases. Shapes: (batch, tokens, width), unchanged."""
+    """Norm, q, k and v by ``make``, softmax of q kᵀ, and a dense projection; no biases."""
 
     def __init__(self, sizes: VitSizes, make: Make) -> None:
         super().__init__()
@@ -165,7 +154,7 @@ class PaperAttention(nn.Module):
 
 
 class PaperFeedForward(nn.Sequential):
-    """Norm, linear to four times the width, GELU, linear back. Shapes: (batch, tokens, width), unchanged."""
+    """Norm, linear to four times the width, GELU, linear back."""
 
     def __init__(self, sizes: VitSizes, make: Make) -> None:
         width = sizes.width
@@ -173,7 +162,7 @@ class PaperFeedForward(nn.Sequential):
 
 
 class PaperBlock(nn.Module):
-    """Attention and feed-forward, each added to its input. Shapes: (batch, tokens, width), unchanged."""
+    """Attention and feed-forward, each added to its input."""
 
     def __init__(self, sizes: VitSizes, make: Make) -> None:
         super().__init__()

@@ -1,10 +1,8 @@
 """The ways to convert that the table on real weights compares: families of architectures with steps of fitting, and rivals.
 
-Rivals change the same linear layers by other means: int8, 2:4, unstructured zeros, and the compiler alone. Those that prune take the
-largest weights, or the most important by their inputs, whose values are then fitted, and can be reconstructed.
+Rivals change the same linear layers by other means. Those that prune take the largest weights, or the most important by their inputs,
+whose values are then fitted, and can be reconstructed.
 """
-
-from __future__ import annotations
 
 import copy
 import importlib
@@ -17,10 +15,9 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from recipe import Run
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from vit_parts import INT8_ERROR
+from vits import INT8_ERROR
 
 from flysurgery import surgery
 from flysurgery.calibration import Inputs, Samples, inputs_of
@@ -34,8 +31,7 @@ from flysurgery.walker import find_cuts, survey
 Choose = Callable[[Tensor, int], Tensor]
 """Takes scores of a layer's weights and how many weights the butterfly has; gives True where a weight is kept."""
 
-ROWS = 32
-"""Rows of a weight that are fitted at once: their systems of 660 unknowns in float64 take 110 MB."""
+ROWS = 32  # rows of a weight that are fitted at once: their systems of 660 unknowns in float64 take 110 MB
 
 
 def largest(scores: Tensor, kept: int) -> Tensor:
@@ -53,7 +49,7 @@ def two_of_four(scores: Tensor, _kept: int) -> Tensor:
 
 @torch.no_grad()
 def prune(model: nn.Module, linears: Mapping[str, int], choose: Choose) -> None:
-    """Set weights to zero by their magnitude. ``linears`` has the names of the layers, and how many weights the butterfly has in each."""
+    """Set weights to zero by their magnitude. ``linears`` are the names of the layers, and how many weights the butterfly has in each."""
     for name, kept in linears.items():
         weight = model.get_parameter(f"{name}.weight")
         weight.mul_(choose(weight.abs(), kept))
@@ -185,21 +181,36 @@ class Way:
     family: str
     step: str = ""
     arch: Mapping[str, Any] = field(default_factory=dict)
-    fitting: Mapping[str, Any] = field(default_factory=dict)
+    fitting: Mapping[str, Any] = field(default_factory=dict)  # where there is any, another seed gives another result
 
     @property
     def name(self) -> str:
-        """The family and the step, by which ``--ways`` picks it."""
         return f"{self.family} {self.step}".strip()
-
-    @property
-    def is_random(self) -> bool:
-        """Whether another seed gives another result."""
-        return bool(self.fitting)
 
     def minutes(self, usual: float) -> float | None:
         """Those of its reconstruction; None where it has none."""
         return usual if self.fitting.get("reconstruct") else None
+
+
+def quantize(model: nn.Module, linears: Collection[str], config: str = INT8) -> None:
+    if importlib.util.find_spec("torchao") is None:
+        raise FlysurgeryError("torchao is not installed: pip install torchao")
+    quantization = importlib.import_module("torchao.quantization")
+    # Its settings of the compiler would stay set for the whole process, and let float32 products use TF32; TUNED has the others.
+    made = getattr(quantization, config)(set_inductor_config=False)
+    quantization.quantize_(model, made, filter_fn=lambda _module, name: name in linears)
+
+
+def store_sparse(model: nn.Module, linears: Collection[str]) -> None:
+    """Bring pruned weights into the form that sparse tensor cores take: float16 or bfloat16, on CUDA."""
+    for name in linears:
+        layer: Any = model.get_submodule(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a prototype, it says
+            weight: Any = nn.Parameter(torch.sparse.to_sparse_semi_structured(layer.weight.detach()), requires_grad=False)
+        # Older releases of PyTorch give a transposed result otherwise, which attention has only a slow kernel for.
+        weight.fuse_transpose_cusparselt = True
+        layer.weight = weight
 
 
 @dataclass(frozen=True)
@@ -212,8 +223,8 @@ class Rival:
     converted model in float64. Where ``tunes`` is false the compiler does not tune it, which does not end in three minutes.
     """
 
-    convert: Callable[[nn.Module, Mapping[str, int]], None]
-    store: Callable[[nn.Module, Collection[str]], None]
+    convert: Callable[[nn.Module, Mapping[str, int]], None] = lambda model, linears: None
+    store: Callable[[nn.Module, Collection[str]], None] = lambda model, linears: None
     kept: float | None = 1.0
     allowed: float = 0.0
     tunes: bool = True
@@ -221,65 +232,33 @@ class Rival:
 
     def params(self, model: nn.Module, linears: Mapping[str, int]) -> int:
         """The parameters of a converted model that are kept, of whatever size each is."""
-        sizes = {name: _linear(model, name).weight.numel() for name in linears}
+        sizes = {name: model.get_parameter(f"{name}.weight").numel() for name in linears}
         kept = sum(linears[name] if self.kept is None else round(self.kept * size) for name, size in sizes.items())
         return sum(each.numel() for each in model.parameters()) - sum(sizes.values()) + kept
 
-    def runs(self, model: nn.Module, linears: Collection[str]) -> dict[str, Run]:
+    def runs(self, model: nn.Module, linears: Collection[str]) -> dict[str, Any]:
         """The ways to run a converted model on CUDA, of which the fastest counts."""
         self.store(model, linears)
         torch.compiler.reset()
-        runs: dict[str, Run] = {"not compiled": model, "torch.compile": torch.compile(model, dynamic=False)}
+        runs: dict[str, Any] = {"not compiled": model, "torch.compile": torch.compile(model, dynamic=False)}
         if self.tunes:
             runs["torch.compile, tuned"] = torch.compile(model, dynamic=False, options=dict(TUNED))
         return runs
 
 
-def linears_of(backbone: nn.Module) -> dict[str, int]:
-    """The names of the linear layers that every conversion of the table replaces, and how many weights ``monarch 4`` has in each."""
-    return {layer.fqn: layer.weights_after for layer in surgery.plan(backbone, **FAMILIES["monarch 4"]).replaced}
-
-
-def _linear(model: nn.Module, name: str) -> nn.Linear:
-    found = model.get_submodule(name)
-    assert isinstance(found, nn.Linear), "the walker names linear layers"
-    return found
-
-
-def _as_it_is(_model: nn.Module, _linears: Collection[str]) -> None:
-    pass
-
-
-def quantize(model: nn.Module, linears: Collection[str], config: str = INT8) -> None:
-    """Quantize by one of torchao's configurations."""
-    if importlib.util.find_spec("torchao") is None:
-        raise FlysurgeryError("torchao is not installed: pip install torchao")
-    quantization = importlib.import_module("torchao.quantization")
-    # Its settings of the compiler would stay set for the whole process, and let float32 products use TF32; TUNED has the others.
-    made = getattr(quantization, config)(set_inductor_config=False)
-    quantization.quantize_(model, made, filter_fn=lambda _module, name: name in linears)
-
-
-def store_sparse(model: nn.Module, linears: Collection[str]) -> None:
-    """Bring pruned weights into the form that sparse tensor cores take: float16 or bfloat16, on CUDA."""
-    for name in linears:
-        layer = _linear(model, name)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a prototype, it says
-            layer.weight = nn.Parameter(torch.sparse.to_sparse_semi_structured(layer.weight.detach()), requires_grad=False)
-        # Older releases of PyTorch give a transposed result otherwise, which attention has only a slow kernel for.
-        layer.weight.fuse_transpose_cusparselt = True  # pyright: ignore[reportAttributeAccessIssue]
-
-
 RIVALS: Mapping[str, Rival] = {
-    COMPILED: Rival(_as_it_is, _as_it_is),
-    "unstructured": Rival(partial(prune, choose=largest), _as_it_is, kept=None, tunes=False, choose=largest),
-    "int8": Rival(quantize, _as_it_is, allowed=INT8_ERROR),
+    COMPILED: Rival(),
+    "unstructured": Rival(partial(prune, choose=largest), kept=None, tunes=False, choose=largest),
+    "int8": Rival(quantize, allowed=INT8_ERROR),
     "2:4": Rival(partial(prune, choose=two_of_four), store_sparse, kept=0.5, tunes=False, choose=two_of_four),
 }
 """Unstructured zeros run as a dense model with zeros, in the time of "dense compiled" without the tuning. ``factors.py rivals`` times
-sparse products of these and of lower densities.
-"""
+sparse products of these and of lower densities."""
+
+
+def linears_of(backbone: nn.Module) -> dict[str, int]:
+    """The names of the linear layers that every conversion of the table replaces, and how many weights ``monarch 4`` has in each."""
+    return {layer.fqn: layer.weights_after for layer in surgery.plan(backbone, **FAMILIES["monarch 4"]).replaced}
 
 
 WAYS = (
@@ -305,14 +284,13 @@ def ways_of(text: str | None, *, quick: bool = False) -> tuple[Way, ...]:
 
 def low_rank(plan: Plan) -> Plan:
     """The plan with every architecture replaced by one of low rank, of the most that has no more weights."""
-    layers = []
-    for layer in plan.layers:
-        parts = []
-        for part in layer.parts:
-            if part.architecture is not None:
-                sizes = part.stop - part.start, layer.in_features
-                rank = max(1, part.architecture.num_parameters // sum(sizes))
-                part = replace(part, architecture=named("lowrank", *sizes, rank=rank))
-            parts.append(part)
-        layers.append(replace(layer, parts=tuple(parts)))
+
+    def changed(part: Any, in_features: int) -> Any:
+        if part.architecture is None:
+            return part
+        sizes = part.stop - part.start, in_features
+        rank = max(1, part.architecture.num_parameters // sum(sizes))
+        return replace(part, architecture=named("lowrank", *sizes, rank=rank))
+
+    layers = [replace(layer, parts=tuple(changed(part, layer.in_features) for part in layer.parts)) for layer in plan.layers]
     return replace(plan, layers=tuple(layers))

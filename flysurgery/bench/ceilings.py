@@ -1,7 +1,5 @@
 """What a computation must spend, and how fast a device moves and computes at best, measured in the same run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,8 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flysurgery.bench.timing import in_mode, time_interleaved
 from flysurgery.patterns import Pattern
 
-COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
-PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
+COPY_BYTES, PRODUCT_SIZE = {"cuda": 1 << 30, "cpu": 1 << 27}, {"cuda": 8192, "cpu": 512}
 """Sizes that fill a device: larger than any cache, and with work for every core."""
 
 ROUNDS = 5

@@ -1,7 +1,5 @@
 """Checks, then times, candidates for one computation: a wrong result gets no time, and every row says how noisy its run was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -11,21 +9,17 @@ from torch import Tensor, nn
 
 from flysurgery.bench.ceilings import Work, measure_ceilings
 from flysurgery.bench.rows import Record
-from flysurgery.bench.timing import Run, Timing, in_mode, time_interleaved
+from flysurgery.bench.timing import Run, in_mode, time_interleaved
 from flysurgery.errors import first_line
 from flysurgery.gpu.weight_cache import derived_bytes
 
-WORST_ERROR = 16.0
-"""A result is wrong, and gets no time, where its rms error exceeds that of the baseline by more than this factor."""
-
-MOST_ERROR = 0.05
-"""A result with a larger error than this computes something else, in any mode and whatever the baseline gives."""
+WORST_ERROR = 16.0  # a result is wrong, and gets no time, where its rms error is more times the baseline's
+MOST_ERROR = 0.05  # a result with a larger one computes something else, in any mode and whatever the baseline gives
 
 NOISE = {"cuda": 0.03, "cpu": 0.10}
 """By how much the times of two identical candidates may differ. Where they differ by more, all rows of the run say noisy."""
 
-AGAIN = " again"
-"""Ends the name of the baseline's twin, which is the baseline timed a second time."""
+AGAIN = " again"  # ends the name of the baseline's twin, which is the baseline timed a second time
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,6 @@ class Case:
         worst: how many times the baseline's error a candidate may have.
         allowed: rms errors that candidates may have on their own account, such as that of quantization.
         base: what the results are a change of, for the checked rows. Errors are then relative to that change.
-        columns: what all rows say of the case.
         notes: further columns, by name, and their values by candidate.
     """
 
@@ -55,45 +48,36 @@ class Case:
     worst: float = WORST_ERROR
     allowed: Mapping[str, float] = field(default_factory=dict)
     base: Tensor | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def input(self, name: str) -> Tensor:
-        return _own(self.x, name)
+        return self.x if isinstance(self.x, Tensor) else self.x[name]
 
     def work(self, name: str) -> Work | None:
         return self.works.get(name) if isinstance(self.works, Mapping) else self.works
 
     @property
     def device(self) -> torch.device:
-        return (self.x if isinstance(self.x, Tensor) else next(iter(self.x.values()))).device
+        return self.input(next(iter(self.runs))).device
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known about one candidate. Times are None where ``status`` says why.
+    """What is known about one candidate. Times are None where ``status`` says why."""
 
-    ``status`` is "ok", "noisy: ...", "wrong: ..." or the reason why it did not run. ``launch`` is how it was launched.
-    ``error`` is the rms error against float64, over the rms of the result. ``noise`` is by how much two identical baselines of
-    this run differ. ``bytes_moved`` and ``flops`` are what the computation must spend, ``bound_ms`` is the time that the ceilings of
-    this run allow for it, and ``share_of_bound`` is the bound over the measured time. ``peak_gib`` is what a call from Python needs at most
-    beside the input and the weights, on CUDA: activations, gradients, the result and what lies between, in GiB. ``weights_gib`` are the
-    parameters and buffers of a module and what kernels packed from them.
-    """
-
-    launch: str
-    status: str
-    error: float | None = None
-    noise: float | None = None
+    launch: str  # how it was launched
+    status: str  # "ok", "noisy: ...", "wrong: ..." or the reason why it did not run
+    error: float | None = None  # the rms error against float64, over the rms of the result
+    noise: float | None = None  # by how much two identical baselines of this run differ
     median_ms: float | None = None
     iqr_ms: float | None = None
     ratio_to_dense: float | None = None
-    bytes_moved: int | None = None
+    bytes_moved: int | None = None  # what the computation must spend, as the next
     flops: int | None = None
-    bound_ms: float | None = None
-    share_of_bound: float | None = None
-    peak_gib: float | None = None
-    weights_gib: float | None = None
+    bound_ms: float | None = None  # the time that the ceilings of this run allow for it
+    share_of_bound: float | None = None  # the bound over the measured time
+    peak_gib: float | None = None  # on CUDA: what a call needs at most beside the input and the weights
+    weights_gib: float | None = None  # of a module: parameters, buffers and what kernels packed from them
 
 
 MEASURED = tuple(field.name for field in fields(Measured))
@@ -108,7 +92,7 @@ class Protocol:
     seconds: float | None = 0.5
     seed: int = 0
 
-    def on(self, device: torch.device) -> Protocol:
+    def on(self, device: torch.device) -> "Protocol":
         """The same where calls are launched on a device: there are no graphs without CUDA."""
         return self if device.type == "cuda" else replace(self, launch="eager")
 
@@ -139,7 +123,7 @@ def rows_of_case(head: Mapping[str, Any], make: Callable[[], Case], mode: str, p
     rows = []
     for name, measured in found.items():
         notes = {column: values.get(name) for column, values in case.notes.items()}
-        rows.append({**head, **case.columns, "candidate": name, **asdict(measured), **notes})
+        rows.append({**head, "candidate": name, **asdict(measured), **notes})
     return rows
 
 
@@ -154,26 +138,39 @@ def measure(case: Case, protocol: Protocol, mode: str | None = None) -> dict[str
     right = {name: run for name, run in case.runs.items() if not isinstance(run, str) and statuses[name] == "ok"}
     inputs = {name: case.input(name) for name in right}
     peaks = {name: _peak_gib(run, inputs[name]) for name, run in right.items()}
+    twin = case.baseline + AGAIN
     if case.baseline in right:
-        right[case.baseline + AGAIN], inputs[case.baseline + AGAIN] = right[case.baseline], inputs[case.baseline]
+        right[twin], inputs[twin] = right[case.baseline], inputs[case.baseline]
     timings = time_interleaved(right, inputs, rounds=protocol.rounds, seconds=protocol.seconds, launch=protocol.launch, seed=protocol.seed)
-    noise = noise_of(timings, case.baseline)
-    right_status = status_of(noise, case.device.type, case.baseline)
+    dense_ms, noise, status = None, None, "ok"
+    if case.baseline in timings:
+        dense_ms = timings[case.baseline].median_ms
+        noise = abs(timings[twin].median_ms / dense_ms - 1)
+        if noise > NOISE["cuda" if case.device.type == "cuda" else "cpu"]:
+            status = f"noisy: {case.baseline} timed twice differs by {noise:.0%}"
     found: dict[str, Measured] = {}
     for plain, run in case.runs.items():
+        measured = Measured(protocol.launch, statuses[plain], errors.get(plain), noise)
         work = None if isinstance(run, str) else case.work(plain)
         bound = None if work is None or ceilings is None else ceilings.bound_ms(work)
-        spent: dict[str, Any] = {} if work is None else {"bytes_moved": work.bytes_moved, "flops": work.flops, "bound_ms": bound}
+        if work is not None:
+            measured = replace(measured, bytes_moved=work.bytes_moved, flops=work.flops, bound_ms=bound)
+        if plain not in timings:
+            found[plain] = measured
         for name in (plain, plain + AGAIN):
             if name in timings:
                 timing = timings[name]
-                ratio = timing.median_ms / timings[case.baseline].median_ms if case.baseline in timings else None
-                share = None if bound is None else bound / timing.median_ms
-                times = timing.median_ms, timing.iqr_ms, ratio
-                own = {**spent, "share_of_bound": share, "peak_gib": peaks[plain], "weights_gib": weights_gib(run)}
-                found[name] = Measured(timing.launch, right_status, errors[plain], noise, *times, **own)
-            elif name == plain:
-                found[name] = Measured(protocol.launch, statuses[name], errors.get(name), noise, **spent)
+                found[name] = replace(
+                    measured,
+                    launch=timing.launch,
+                    status=status,
+                    median_ms=timing.median_ms,
+                    iqr_ms=timing.iqr_ms,
+                    ratio_to_dense=None if dense_ms is None else timing.median_ms / dense_ms,
+                    share_of_bound=None if bound is None else bound / timing.median_ms,
+                    peak_gib=peaks[plain],
+                    weights_gib=weights_gib(run),
+                )
     return found
 
 
@@ -184,9 +181,10 @@ def check(case: Case) -> tuple[dict[str, float], dict[str, str]]:
     for name, run in case.runs.items():
         statuses[name] = run if isinstance(run, str) else "ok"
         if not isinstance(run, str):
+            truth = case.truths if isinstance(case.truths, Tensor) else case.truths[name]
             try:
                 got = run(case.input(name))
-                errors[name] = relative_error(got if case.rows is None else got[list(case.rows)], _own(case.truths, name), case.base)
+                errors[name] = relative_error(got if case.rows is None else got[list(case.rows)], truth, case.base)
                 del got
             except Exception as error:  # the failure of one candidate, of whatever library, is its row and does not end the others
                 statuses[name] = f"failed: {first_line(error)}"
@@ -208,27 +206,9 @@ def _peak_gib(run: Run, x: Tensor) -> float | None:
     return (torch.cuda.max_memory_allocated(x.device) - before) / 2**30
 
 
-def weights_gib(run: Run | str) -> float | None:
+def weights_gib(run: object) -> float | None:
     """GiB of a module's parameters, its buffers, and what kernels packed from them and keep; None of what is no module."""
     if not isinstance(run, nn.Module):
         return None
     sizes = {each.data_ptr(): each.nbytes for each in (*run.parameters(), *run.buffers())}
     return (sum(sizes.values()) + derived_bytes(sizes)) / 2**30
-
-
-def _own(each: Tensor | Mapping[str, Tensor], name: str) -> Tensor:
-    return each if isinstance(each, Tensor) else each[name]
-
-
-def noise_of(timings: Mapping[str, Timing], baseline: str) -> float | None:
-    """Give the share by which the times of the baseline and of its twin differ; None where they have none."""
-    if baseline not in timings:
-        return None
-    return abs(timings[baseline + AGAIN].median_ms / timings[baseline].median_ms - 1)
-
-
-def status_of(noise: float | None, device_type: str, baseline: str) -> str:
-    """Give the status of right rows of a run whose twins differ by ``noise``: "ok", or that they are noisy."""
-    if noise is None or noise <= NOISE["cuda" if device_type == "cuda" else "cpu"]:
-        return "ok"
-    return f"noisy: {baseline} timed twice differs by {noise:.0%}"

@@ -1,7 +1,5 @@
 """Says whether conversion is worth it here: each layer of a model and the model as a whole, converted beside dense."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,9 +20,7 @@ from flysurgery.surgery import LayerPlan, Plan, install, named_candidates, sampl
 from flysurgery.surgery.change import build_empty
 from flysurgery.tables import grouped
 
-WHOLE = "(model)"
-"""Stands in the column ``layer`` of rows about the whole model."""
-
+WHOLE = "(model)"  # stands in the column ``layer`` of rows about the whole model
 DENSE, PLANNED, WHERE_FASTER = "dense", "converted", "converted where faster"
 
 CHECKED_ROWS = 256
@@ -40,7 +36,7 @@ gives, of the whole model all of them. Times are of one call; a layer is called 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that are alike, ``fqns`` by name, and what the plan gives the first of them. ``rows`` is for one call at batch 1."""
+    """Layers that are alike, ``fqns`` by name, and what the plan gives the first of them. ``rows`` is for one call of one sample."""
 
     name: str
     fqns: tuple[str, ...]
@@ -48,33 +44,24 @@ class Group:
 
     @property
     def rows(self) -> int:
-        """Rows of one call for one sample."""
         return max(1, self.layer.rows // max(1, self.layer.calls))
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What is measured. ``search`` times more architectures than the plan's own; ``name`` stands in the rows.
+    """What is measured."""
 
-    With ``optimized`` whole models are also timed as ``optimize`` makes them, converted and dense.
-    """
-
-    name: str
+    name: str  # of the model, in rows; with the arguments of its constructor, so that a run that goes on takes no other for it
     device: torch.device
     batch: int = 1
     mode: str = "fp32"
-    search: bool = True
-    optimized: bool = False
+    search: bool = True  # time more architectures than the plan's own
+    optimized: bool = False  # time whole models as ``optimize`` makes them too, converted and dense
     protocol: Protocol = field(default_factory=Protocol)
 
     @property
     def head(self) -> Record:
         return {"model": self.name, "batch": self.batch, "mode": self.mode, "device_type": self.device.type}
-
-
-def model_name(model: str, model_args: Mapping[str, Any]) -> str:
-    """Name a model in rows with the arguments of its constructor, so that a run that goes on takes no other for it."""
-    return ", ".join((model, *(f"{name}={value}" for name, value in model_args.items())))
 
 
 def groups_of(plan: Plan) -> list[Group]:
@@ -114,13 +101,13 @@ def whole_head(settings: ModelSettings, plan: Plan) -> Record:
     return settings.head | counts | sizes | {"architecture": " + ".join(architectures)}
 
 
-def layer_jobs(plan: Plan, settings: ModelSettings) -> Iterator[Job]:
-    """List the kinds of layers that the plan replaces: dense, as planned, and further architectures. Random weights.
+def layer_jobs(groups: Sequence[Group], settings: ModelSettings) -> Iterator[Job]:
+    """List the kinds of layers that a plan replaces: dense, as planned, and further architectures. Random weights.
 
     A kind of layer is told by its last candidate: after a quick run, which has none of the further ones, all are timed in one run.
     """
     launch = {"launch": settings.protocol.on(settings.device).launch}
-    for group in groups_of(plan):
+    for group in groups:
         head, searched = layer_head(settings, group), architectures_for(group.layer) if settings.search else ()
         make = partial(layer_case, group.layer, head["rows"], searched, settings)
         last = str(searched[-1]) if searched else DENSE
@@ -150,11 +137,12 @@ def whole_case(plan: Plan, build: Callable[[], nn.Module], settings: ModelSettin
     The last is left out where all layers stay dense. With ``settings.optimized`` each is also there as ``optimize`` makes it.
     ``build`` makes the dense model, with any weights; ``plan`` must say what a forward takes (``plan.example``).
 
-    Raises:
-        OptionError: a forward takes something else than one tensor.
+    Raises ``OptionError`` where a forward takes something else than one tensor.
     """
-    device, dtype = settings.device, TIMED_MODES[settings.mode]
-    x = _example(plan, settings)
+    device, dtype, shape = settings.device, TIMED_MODES[settings.mode], sample_shape(plan)
+    if shape is None:
+        raise OptionError("bench model times models that take one tensor; time this one's layers with bench multiply")
+    x = torch.randn(settings.batch, *shape, device=device, dtype=dtype)
     models: dict[str, nn.Module] = {DENSE: build().eval()}
     models[PLANNED] = _installed(plan, models[DENSE])
     if stay_dense:
@@ -179,13 +167,6 @@ def _case(runs: Mapping[str, nn.Module | str], x: Tensor, count: int, **notes: M
     return Case(runs, x, truths, rows, works, notes={**notes, "planned": {name: name == PLANNED for name in runs}})
 
 
-def _example(plan: Plan, settings: ModelSettings) -> Tensor:
-    shape = sample_shape(plan)
-    if shape is None:
-        raise OptionError("bench model times models that take one tensor; time this one's layers with bench multiply")
-    return torch.randn(settings.batch, *shape, device=settings.device, dtype=TIMED_MODES[settings.mode])
-
-
 def _installed(plan: Plan, dense: nn.Module) -> nn.Module:
     model = copy.deepcopy(dense)
     install(plan, model)
@@ -200,8 +181,7 @@ def ratios_of(records: Sequence[Record]) -> dict[tuple[str, str], float]:
 
 def slower_layers(records: Sequence[Record], groups: Sequence[Group]) -> dict[str, str]:
     """List the layers, by name, that are slower converted than dense or could not be timed, each with the reason."""
-    found: dict[str, str] = {}
-    ratios = ratios_of(records)
+    found, ratios = dict[str, str](), ratios_of(records)
     for group in groups:
         ratio = ratios.get((group.name, PLANNED))
         if ratio is None or ratio >= 1:

@@ -1,7 +1,5 @@
 """Times the multiplication of the linears of a transformer block, backend by backend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -18,12 +16,8 @@ from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import BACKENDS, Problem, explain
 from flysurgery.patterns import Architecture, named
 
-BASELINE = "linear"
-"""The candidate that stands for the dense layer, an ``nn.Linear``."""
-
-CHECKED_ROWS = 4096
-"""This many rows at either end are held against float64."""
-
+BASELINE = "linear"  # the candidate that stands for the dense layer, an ``nn.Linear``
+CHECKED_ROWS = 4096  # this many rows at either end are held against float64
 LAYER = ("arch", "layer", "architecture", "out_features", "in_features", "density")
 MULTIPLY_COLUMNS = (*LAYER, "rows", "mode", "device_type", "candidate", "backend", *MEASURED)
 """``candidate`` is ``linear`` (an nn.Linear), a backend with its weights prepared, or ``layer``: a ButterflyLinear as it stands in a
@@ -45,15 +39,14 @@ def multiply_jobs(arch: str, width: int, rows: int, mode: str, device: torch.dev
         PatternError: it does not exist at this width for any of the layers.
     """
     missing: list[str] = []
-    for layer, (out_features, in_features) in layer_sizes(width).items():
+    for layer, sizes in layer_sizes(width).items():
         try:
-            architecture = named(arch, out_features, in_features)
+            architecture = named(arch, *sizes)
         except PatternError as error:
             missing.append(str(error))
             continue
-        sizes = {"out_features": out_features, "in_features": in_features, "density": architecture.density}
-        head = {"arch": arch, "layer": layer, "architecture": str(architecture), **sizes}
-        head |= {"rows": rows, "mode": mode, "device_type": device.type}
+        values = arch, layer, str(architecture), *sizes, architecture.density
+        head = {**dict(zip(LAYER, values, strict=True)), "rows": rows, "mode": mode, "device_type": device.type}
         make = partial(multiply_case, architecture, rows, mode, device)
         key = head | {"candidate": BASELINE, "launch": protocol.on(device).launch}
         yield key, partial(rows_of_case, head, make, mode, protocol)
@@ -74,6 +67,6 @@ def multiply_case(architecture: Architecture, rows: int, mode: str, device: torc
     checked = checked_rows(rows, CHECKED_ROWS)
     dense, own = work_of(linear, x), work_of(plain, x)
     truth = plain.double()(x[checked].double())
-    works = {name: dense if name in (BASELINE, "dense") else own for name, run in runs.items() if not isinstance(run, str)}
+    works = {name: dense if name in (BASELINE, "dense") else own for name in runs}
     notes = {"backend": {"layer": explain(problem).choice} | {name: name for name in BACKENDS}}
     return Case(runs, x, truth, checked, works, BASELINE, notes=notes)

@@ -1,7 +1,5 @@
 """Draws by matplotlib, which is an extra."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +12,7 @@ from flysurgery.errors import OptionError
 def check_plot(path: Path | None) -> None:
     """Check before measuring that the picture can be drawn.
 
-    Raises:
-        OptionError: matplotlib is missing, or knows no format of this name, or nothing can be written there.
+    Raises ``OptionError`` where matplotlib is missing, or knows no format of this name, or nothing can be written there.
     """
     if path is None:
         return

@@ -1,7 +1,5 @@
 """Rows of results as texts, with a stamp of where and with what they were taken, and in CSV files that an interrupted run goes on with."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os
@@ -20,10 +18,7 @@ import flysurgery
 from flysurgery.errors import OptionError
 
 Record = dict[str, Any]
-Job = tuple[Record, Callable[[], Iterable[Record]]]
-"""The columns that tell one group of rows from the others, and what measures them."""
-
-
+Job = tuple[Record, Callable[[], Iterable[Record]]]  # the columns that tell one group of rows from the others, and what measures them
 STAMP = ("date", "device", "driver", "threads", "torch", "flysurgery", "commit", "clocks_mhz")
 """The columns that a row needs besides its numbers so that it can be compared or repeated."""
 
@@ -121,11 +116,6 @@ def as_csv(records: Sequence[Mapping[str, Any]], *, header: bool = True) -> str:
     return text.getvalue()
 
 
-def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write records of the same columns. An existing file is replaced completely or stays as it is."""
-    _replace_text(path, as_csv(records))
-
-
 def read_table(path: Path) -> tuple[list[str], list[Record]]:
     """Read the columns of a CSV file and its rows as texts; both are empty where there is no file."""
     if not path.exists():
@@ -135,7 +125,7 @@ def read_table(path: Path) -> tuple[list[str], list[Record]]:
         return list(reader.fieldnames or []), [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
 
 
-def _replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Write ``text``. A reader meanwhile, or after a kill in the middle, finds the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -165,10 +155,8 @@ class Sheet:
 
     Rows of an earlier run are kept where their device, driver, threads and all versions are those of this run. Changed sources all count
     as one commit, ``uncommitted``: after a further change to them start anew. ``fresh`` keeps no rows. ``step`` is called at each addition,
-    with the number of additions, 0 for their unknown total, and a name.
-
-    Raises:
-        OptionError: the file cannot be written, or holds something else than such rows; with ``fresh``, no measurements at all.
+    with the number of additions, 0 for their unknown total, and a name. Raises ``OptionError`` where the file cannot be written, or holds
+    something else than such rows; with ``fresh``, no measurements at all.
     """
 
     def __init__(self, path: Path | None, device: torch.device, columns: Iterable[str], *, fresh: bool = False) -> None:
@@ -232,5 +220,5 @@ class Sheet:
             self._index.clear()
             self._text += as_csv(new, header=not self._text)
             if self.path is not None:
-                _replace_text(self.path, self._text)
+                replace_text(self.path, self._text)
         return new

@@ -1,7 +1,5 @@
 """Times candidates in one precision and one run: every round has all of them, in a new order, so that drift affects all alike."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,26 +20,13 @@ Run = Callable[[Tensor], Any]
 TIMED_MODES = {mode: MODES[mode] for mode in ("fp32", "tf32", "fp16", "bf16")}
 """The name of each mode and the dtype of its tensors. ``fp32`` and ``tf32`` differ in what CUDA may round products to."""
 
-FEWEST_ROUNDS = 3
-"""Each candidate gets at least this many samples, however long they take."""
-
-STEADY = 0.01
-"""The clocks are steady when two rounds in a row differ by less than this share."""
-
-WARM_UP_SECONDS = 1.0
-"""The longest warm-up. Where the samples get less time, so does the warm-up."""
-
-SAMPLE_MS = 2.0
-"""The shortest sample on the CPU: faster candidates are called several times a sample."""
-
-LONG_MS = 100.0
-"""Calls on the CPU that take longer than this fill the caches themselves, whatever ran before."""
-
-CACHE_MULTIPLE = 3
-"""On CUDA, the inputs of one sample are together this many times larger than the L2 cache."""
-
-MOST_INPUTS = 64
-"""The most inputs of one sample. This bounds the capture of a whole model on one image, whose weights fill the cache anyway."""
+FEWEST_ROUNDS = 3  # samples of each candidate, however long they take
+STEADY = 0.01  # the clocks are steady when two rounds in a row differ by less than this share
+WARM_UP_SECONDS = 1.0  # the longest warm-up; where the samples get less time, so does the warm-up
+SAMPLE_MS = 2.0  # the shortest sample on the CPU: faster candidates are called several times a sample
+LONG_MS = 100.0  # calls on the CPU that take longer than this fill the caches themselves, whatever ran before
+CACHE_MULTIPLE = 3  # on CUDA, the inputs of one sample are together this many times larger than the L2 cache
+MOST_INPUTS = 64  # of one sample; bounds the capture of a whole model on one image, whose weights fill the cache anyway
 
 
 @dataclass(frozen=True)
@@ -74,10 +59,8 @@ def time_interleaved(
     which leaves out the time of launching from Python; ``"eager"`` launches the calls one by one. A candidate that cannot be captured is
     launched one by one, and its ``Timing`` says so. On CUDA sampling starts when the clocks are steady.
 
-    Args:
-        x: one input for all, or one for each candidate by its name.
-        rounds: the most samples of each candidate.
-        seconds: the time for the samples of one candidate. After it, a candidate that has ``FEWEST_ROUNDS`` samples gets no more.
+    ``x`` is one input for all, or one for each candidate by its name. A candidate gets at most ``rounds`` samples, and none after
+    ``seconds`` but the ``FEWEST_ROUNDS``.
     """
     inputs = x if isinstance(x, Mapping) else dict.fromkeys(candidates, x)
     on_cuda = any(each.is_cuda for each in inputs.values())
@@ -150,11 +133,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def modes_of(text: str, device: torch.device) -> tuple[str, ...]:
-    """Read modes such as ``fp32,bf16``; ``all`` is every mode. Only CUDA has TF32.
-
-    Raises:
-        OptionError: an unknown mode, or TF32 on another device than CUDA.
-    """
+    """Read modes such as ``fp32,bf16``; ``all`` is every mode. Only CUDA has TF32. Raises ``OptionError`` for any other."""
     known = tuple(mode for mode in TIMED_MODES if mode != "tf32" or device.type == "cuda")
     found = known if text == "all" else tuple(part.strip() for part in text.split(",") if part.strip())
     for mode in found:

@@ -1,7 +1,5 @@
 """Makes variants of a converted module: dense, by its definition, optimized."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,8 +13,7 @@ from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import Problem, explain
 from flysurgery.surgery.change import dense_layer
 
-OPTIMIZED = ", optimized"
-"""Ends the names of models that ``optimize`` made."""
+OPTIMIZED = ", optimized"  # ends the names of models that ``optimize`` made
 
 Layer = ButterflyLinear | SplitLinear
 

@@ -1,7 +1,5 @@
 """``python -m flysurgery.cli``, which ``accelerate launch -m flysurgery.cli`` runs in each process."""
 
-from __future__ import annotations
-
 import sys
 
 from flysurgery.cli import main

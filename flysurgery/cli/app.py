@@ -1,7 +1,5 @@
 """The entry point: the verbs, and the one place where an error becomes a sentence and an exit code."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,9 +14,6 @@ from flysurgery.errors import FlysurgeryError, shortened
 
 # The parent of BadParameter, whichever click it comes from: typer used to import click and now carries its own.
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
-
-CPU_ALLOCATOR = "DefaultCPUAllocator"
-"""In the message of the plain RuntimeError that PyTorch raises where a CPU has no memory left."""
 
 app = typer.Typer(
     name="flysurgery",
@@ -49,42 +44,39 @@ def root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0 done; 1 failed, also when the reader of the output went away; 2 usage, a selector that matched nothing
-    included; 130 interrupted. Errors raised on purpose, errors of the file system and memory that is full become one line on stderr;
-    anything else is a bug and keeps its traceback.
+    0 done; 1 failed, also when the reader of the output went away; 2 usage, a selector that matched nothing included; 130 interrupted.
+    What ``sentence_of`` knows becomes one line on stderr; any other error is a bug and keeps its traceback.
     """
     try:
         code = app(args=None if arguments is None else list(arguments), standalone_mode=False, prog_name="flysurgery")
         sys.stdout.flush()
     except UsageError as error:
         return _fail(error.format_message() + _what_came(error), 2)
-    except FlysurgeryError as error:
-        return _fail(str(error), error.exit_code)
     except BrokenPipeError:
         # Python flushes stdout once more at exit: give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        reason = error.strerror or str(error)
-        return _fail(f"{reason}: {error.filename}" if error.filename else reason, 1)
-    except RuntimeError as error:
-        sentence = sentence_if_full(error)
-        if sentence is None:
-            raise
-        return _fail(sentence, 1)
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except Exception as error:
+        sentence = sentence_of(error)
+        if sentence is None:
+            raise
+        return _fail(sentence, getattr(error, "exit_code", 1))
     return code if isinstance(code, int) else 0
 
 
-def sentence_if_full(error: RuntimeError) -> str | None:
-    """What to tell a user whose work did not fit into memory; None for any other error."""
-    import torch
-
-    if isinstance(error, torch.OutOfMemoryError):
-        return "this does not fit into the memory of the GPU; take fewer images or rows, or a smaller model"
-    if CPU_ALLOCATOR in str(error):
-        return "this does not fit into this machine's memory; take fewer images or rows, or a smaller model"
+def sentence_of(error: Exception) -> str | None:
+    """What to tell a user of an error that was raised on purpose, by the file system or for want of memory; None for any other error."""
+    if isinstance(error, FlysurgeryError):
+        return str(error)
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error)
+        return f"{reason}: {error.filename}" if error.filename else reason
+    is_gpu = type(error).__name__ == "OutOfMemoryError"
+    if is_gpu or "DefaultCPUAllocator" in str(error):  # the CPU's is a plain RuntimeError
+        where = "the memory of the GPU" if is_gpu else "this machine's memory"
+        return f"this does not fit into {where}; take fewer images or rows, or a smaller model"
     return None
 
 

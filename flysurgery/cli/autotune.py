@@ -7,27 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flysurgery.cli import options
+from flysurgery.cli.options import MEASUREMENT, option
 from flysurgery.errors import BackendError, OptionError
 from flysurgery.tables import text_table
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from flysurgery.gpu.autotune import Tuning
-
 ARITHMETICS = ("float16", "bfloat16", "tf32", "float32")
-Batch = Annotated[int, options.option(options.MEASUREMENT, "--batch", "Images a call.", "N", 1)]
 ARITHMETICS_HELP = f"Arithmetics to tune for, out of {', '.join(ARITHMETICS)}."
-Arithmetic = Annotated[str, options.option(options.MEASUREMENT, "--dtype", ARITHMETICS_HELP, "NAMES")]
-Train = Annotated[bool, options.option(options.MEASUREMENT, "--train/--no-train", "Tune the backward pass as well.")]
 
 
 def autotune(
     context: typer.Context,
     model: options.Model,
-    batch: Batch = 128,
-    dtype: Arithmetic = "float16,bfloat16,tf32,float32",
-    train: Train = False,
+    batch: Annotated[int, option(MEASUREMENT, "--batch", "Images a call.", "N", 1)] = 128,
+    dtype: Annotated[str, option(MEASUREMENT, "--dtype", ARITHMETICS_HELP, "NAMES")] = ",".join(ARITHMETICS),
+    train: Annotated[bool, option(MEASUREMENT, "--train/--no-train", "Tune the backward pass as well.")] = False,
     arch: options.Arch = "monarch",
     nblocks: options.Nblocks = 4,
     rank: options.Rank = None,
@@ -64,9 +60,17 @@ def autotune(
         network = network.to_empty(device=target).eval()
     with progress("autotuning") as step:
         tunings = tune(lambda: [_step(network, batch, name, train) for name in arithmetics], progress=step)
-    found = [(each, {"default_us": each.default_us, "candidates": each.tried, "failed": list(each.failures)}) for each in tunings]
-    table = {"table": str(user_table()), "cases": [tuning.entry.to_json() | more for tuning, more in found]}
-    show(table, f"{_table(tunings)}\nkept in {user_table()}", as_json=as_json)
+    columns = ("kernel", "architecture", "mode", "linears", "rows", "default us", "fastest us")
+    cases, lines = [], []
+    for each in tunings:
+        case = each.entry.case
+        default = "" if each.default_us is None else f"{each.default_us:.1f}"
+        numbers = str(case.linears), str(case.rows), default, f"{each.entry.median_us:.1f}"
+        lines.append((case.kernel, str(case.architecture), case.mode, *numbers))
+        more = {"default_us": each.default_us, "candidates": each.tried, "failed": list(each.failures)}
+        cases.append(each.entry.to_json() | more)
+    text = f"{text_table(columns, lines, right=columns[3:])}\nkept in {user_table()}"
+    show({"table": str(user_table()), "cases": cases}, text, as_json=as_json)
 
 
 def _step(network: nn.Module, batch: int, arithmetic: str, train: bool) -> None:
@@ -89,14 +93,3 @@ def _step(network: nn.Module, batch: int, arithmetic: str, train: bool) -> None:
             output.float().sum().backward()
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def _table(tunings: list[Tuning]) -> str:
-    columns = ("kernel", "architecture", "mode", "linears", "rows", "default us", "fastest us")
-    lines = []
-    for tuning in tunings:
-        case = tuning.entry.case
-        default = "" if tuning.default_us is None else f"{tuning.default_us:.1f}"
-        numbers = (str(case.linears), str(case.rows), default, f"{tuning.entry.median_us:.1f}")
-        lines.append((case.kernel, str(case.architecture), case.mode, *numbers))
-    return text_table(columns, lines, right=columns[3:])

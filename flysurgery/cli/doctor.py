@@ -1,7 +1,5 @@
 """``flysurgery doctor``: what this machine can run, and why not."""
 
-from __future__ import annotations
-
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
@@ -10,20 +8,26 @@ from flysurgery.cli.options import Json
 from flysurgery.tables import blocks_of_text, text_table
 
 PACKAGES = ("flysurgery", "torch", "timm", "vit-pytorch", "safetensors", "cuda-core")
-PROBE_FEATURES, PROBE_ROWS = 384, 25216
-"""The backends are asked about a Monarch layer of ViT-S/16 at batch 128, with its class tokens."""
-
 FACTS = ("what", "here", "obstacle")
 BACKENDS = ("device", "dtype", "backend", "runs", "reason")
 
 
 def doctor(as_json: Json = False) -> None:
     """Tell what this machine can run, and why not: versions, devices, the kernels' compiler and cache, backends."""
+    import torch
+
     from flysurgery.cli.tables import show
     from flysurgery.gpu.device import cuda_facts
 
-    python = ("python", f"{platform.python_version()} on {platform.platform()}", None)
-    found = [python, *map(_package, PACKAGES), *_torch_facts(), *cuda_facts()]
+    threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    found = [
+        ("python", f"{platform.python_version()} on {platform.platform()}", None),
+        *map(_package, PACKAGES),
+        ("CPU", threads, None),
+        ("CUDA in torch", torch.version.cuda or "none", None),
+        ("driver", *_driver()),
+        *cuda_facts(),
+    ]
     facts = [dict(zip(FACTS, fact, strict=True)) for fact in found]
     backends = _backends()
     tables = [(FACTS, facts), (BACKENDS, backends)]
@@ -36,13 +40,6 @@ def _package(name: str) -> tuple[str, str, str | None]:
         return (name, version(name), None)
     except PackageNotFoundError:
         return (name, "none", "it is not installed")
-
-
-def _torch_facts() -> list[tuple[str, str, str | None]]:
-    import torch
-
-    threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    return [("CPU", threads, None), ("CUDA in torch", torch.version.cuda or "none", None), ("driver", *_driver())]
 
 
 def _driver() -> tuple[str, str | None]:
@@ -59,16 +56,16 @@ def _driver() -> tuple[str, str | None]:
 
 
 def _backends() -> list[dict[str, str]]:
+    """What the backends say of a Monarch layer of ViT-S/16 at batch 128, with its class tokens."""
     import torch
 
     from flysurgery.ops import Problem, explain
     from flysurgery.patterns import monarch
 
-    architecture = monarch(PROBE_FEATURES, PROBE_FEATURES)
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     rows = []
     for device, dtype in product(devices, (torch.float32, torch.bfloat16, torch.float16)):
-        explanation = explain(Problem(architecture, PROBE_ROWS, dtype, device, bias=True))
+        explanation = explain(Problem(monarch(384, 384), 25216, dtype, device, bias=True))
         for verdict in explanation.verdicts:
             chosen = verdict.backend == explanation.choice
             runs = "no" if verdict.obstacle is not None else "chosen" if chosen else "yes"

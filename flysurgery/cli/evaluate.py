@@ -1,7 +1,5 @@
 """``flysurgery evaluate``: a model's accuracy, or its fidelity to another model, which needs no labels."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """``flysurgery inspect``: the linear layers of a model, what each is for, and what stands in the way of replacing it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from operator import itemgetter
@@ -10,8 +8,7 @@ from typing import Any
 from flysurgery.cli import options
 from flysurgery.tables import blocks_of_text, layer_table
 
-ALIKE = ("role", "in_features", "out_features", "calls", "obstacles")
-"""What layers that share a row have in common."""
+ALIKE = ("role", "in_features", "out_features", "calls", "obstacles")  # what layers that share a row have in common
 
 
 def inspect(

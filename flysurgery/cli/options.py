@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 Family = Literal["monarch", "gonon", "lowrank", "dyadic", "kaleidoscope", "block", "deformable"]
-StorageType = Literal["float16", "bfloat16", "float32"]
-"""The families of architectures, and the dtypes in which weights can be saved."""
-
+StorageType = Literal["float16", "bfloat16", "float32"]  # the dtypes in which weights can be saved
 MODEL, LAYERS, ARCHITECTURES, CHOICE, FIT, MEASUREMENT, TRAINING, OUTPUT, MACHINE = (
     "The model",
     "Which layers",

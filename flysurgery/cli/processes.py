@@ -15,8 +15,7 @@ from flysurgery.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
-FAILED = "flysurgery/failed"
-"""Counts, in the launcher's store, the processes that have failed."""
+FAILED = "flysurgery/failed"  # counts, in the launcher's store, the processes that have failed
 
 
 @contextmanager

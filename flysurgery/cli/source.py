@@ -1,7 +1,5 @@
 """What a MODEL argument names, and where its weights come from. Nothing is built before it is asked for."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +40,9 @@ HUB_FILES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt"})
 
 
+Described = tuple[str, dict[str, Any]]  # a base, and the arguments with which it builds a model
+
+
 class Dense:
     """What MODEL names, where it can be converted; ``name`` is that of the model."""
 
@@ -50,8 +51,7 @@ class Dense:
     def check_weights(self, *, pretrained: bool) -> None:
         """Raise ``ModelError`` early where ``build`` would find no weights; the message says what to do."""
 
-    def described(self) -> tuple[str, dict[str, Any]]:
-        """The base, and the arguments with which it builds the model."""
+    def described(self) -> Described:
         raise NotImplementedError
 
     def skeleton(self) -> nn.Module:
@@ -72,9 +72,7 @@ class Dense:
     def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
         """The model with its weights, or with random ones, in eval mode, on ``device``.
 
-        Raises:
-            ModelError: no weights can be had, or they do not fit the model.
-            CheckpointError: a file that cannot be read.
+        Raises ``ModelError`` where no weights can be had, or they do not fit, and ``CheckpointError`` for a file that cannot be read.
         """
         torch.manual_seed(seed)
         return self._built(pretrained=pretrained).to(device).eval()
@@ -99,12 +97,18 @@ class Constructor(Dense):
         if pretrained and self.weights is None:
             check_available(self.base)
 
-    def described(self) -> tuple[str, dict[str, Any]]:
+    def described(self) -> Described:
         return self.base, self.base_args
 
     def _built(self, *, pretrained: bool) -> nn.Module:
         if self.weights is None and pretrained:
-            return _build_pretrained(self.base, self.base_args)
+            check_available(self.base)
+            try:
+                model = timm.create_model(self.base, pretrained=True, **self.base_args)
+            except (OSError, RuntimeError, TypeError, ValueError) as error:
+                raise ModelError(_instead(f"the weights of {self.base} could not be loaded ({first_line(error)})")) from error
+            vouch_for_weights(model)
+            return model
         model = build_base(self.base, self.base_args)
         if self.weights is not None:
             load_weights(model, self.weights)
@@ -122,7 +126,7 @@ class DenseFolder(Dense):
     def _opened(self) -> tuple[nn.Module, str, dict[str, Any]]:
         return load_dense(self.folder)
 
-    def described(self) -> tuple[str, dict[str, Any]]:
+    def described(self) -> Described:
         return self._opened[1:]
 
     def skeleton(self) -> nn.Module:
@@ -154,9 +158,9 @@ class TransformersModel(Dense):
     where: Path
 
     def check_weights(self, *, pretrained: bool) -> None:
-        _ = self._base  # the configuration, which is read before anything else is done
+        self.described()  # the configuration, which is read before anything else is done
 
-    def described(self) -> tuple[str, dict[str, Any]]:
+    def described(self) -> Described:
         return self._base
 
     def skeleton(self) -> nn.Module:
@@ -179,7 +183,7 @@ class TransformersModel(Dense):
         return model
 
     @cached_property
-    def _base(self) -> tuple[str, dict[str, Any]]:
+    def _base(self) -> Described:
         """The class that the configuration names, and the configuration's entries."""
         from transformers import AutoConfig
 
@@ -226,10 +230,8 @@ Source = Dense | ConvertedFolder
 def find(text: str, *, base: str | None = None, model_args: list[str] | None = None, checkpoint: Path | None = None) -> Source:
     """Tell what MODEL names, with the options that go with it: a folder or file where one exists, else a constructor.
 
-    Raises:
-        ModelError: nothing has that name; the message lists the nearest ones.
-        CheckpointError: a weight file is missing.
-        OptionError: options that contradict what MODEL is.
+    Raises ``ModelError`` where nothing has that name, with the nearest ones, ``CheckpointError`` where a weight file is missing, and
+    ``OptionError`` for options that contradict what MODEL is.
     """
     path, arguments = Path(text), model_arguments(model_args)
     if checkpoint is not None and not checkpoint.is_file():
@@ -269,7 +271,7 @@ def find_dense(text: str, *, base: str | None = None, model_args: list[str] | No
     raise ModelError(f"{text} is converted already; make it dense first: flysurgery densify {text} --out DIR")
 
 
-def base_of(model: nn.Module, folder: Path) -> tuple[str, dict[str, Any]]:
+def base_of(model: nn.Module, folder: Path) -> Described:
     """The base of a converted model, and its arguments. Raises ``CheckpointError`` where its ``folder`` does not say them."""
     plan = surgery.plan_of(model)
     if plan is None or plan.base is None:
@@ -290,17 +292,6 @@ def _refuse_options(path: Path, options: Mapping[str, object]) -> None:
     given = [option for option, value in options.items() if value]
     if given:
         raise OptionError(f"{path} has its own model or weights; {' and '.join(given)} cannot be given with it")
-
-
-def _build_pretrained(name: str, arguments: dict[str, Any]) -> nn.Module:
-    """Build a timm model and load its published weights, from the local cache or the network."""
-    check_available(name)
-    try:
-        model = timm.create_model(name, pretrained=True, **arguments)
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        raise ModelError(_instead(f"the weights of {name} could not be loaded ({first_line(error)})")) from error
-    vouch_for_weights(model)
-    return model
 
 
 def check_available(name: str) -> None:

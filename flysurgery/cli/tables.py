@@ -1,10 +1,8 @@
 """What a verb shows: on stdout a table or one JSON document, on stderr its progress and what it left out."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import typer
@@ -12,12 +10,6 @@ import typer
 from flysurgery.calibration import Samples
 from flysurgery.cli.processes import is_first
 from flysurgery.evaluation import Accuracy
-from flysurgery.tables import text_table
-
-
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:
-    """Print rows under their column titles as ``text_table`` sets them."""
-    typer.echo(text_table(columns, rows, right=right))
 
 
 def accuracy_rows(before: Accuracy, after: Accuracy) -> list[tuple[str, ...]]:
@@ -28,17 +20,9 @@ def accuracy_rows(before: Accuracy, after: Accuracy) -> list[tuple[str, ...]]:
     ]
 
 
-def print_json(document: Mapping[str, object]) -> None:
-    """Print the one JSON document of a verb."""
-    typer.echo(json.dumps(document, indent=2, allow_nan=False))
-
-
 def show(document: Mapping[str, object], text: str, *, as_json: bool) -> None:
     """Print what a verb has found: as the one JSON document, or as text."""
-    if as_json:
-        print_json(document)
-    else:
-        typer.echo(text)
+    typer.echo(json.dumps(document, indent=2, allow_nan=False) if as_json else text)
 
 
 @contextmanager

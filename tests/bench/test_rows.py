@@ -1,7 +1,5 @@
 """Rows as texts and on disk, and what an interrupted run keeps of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the timer calls, the modes it calls in, and what a row may say. Durations are not tested."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -39,22 +37,9 @@ def test_samples_are_summed_up_by_quartiles_and_a_slow_candidate_gets_few(monkey
     monkeypatch.setattr(module, "sampler_by_clock", lambda run, x: lambda: samples.pop(0))
     timing = time_interleaved({"a": torch.clone}, X, rounds=5)["a"]
     assert (timing.lower_ms, timing.median_ms, timing.upper_ms, timing.iqr_ms) == (2.0, 3.0, 4.0, 2.0)
-    clock = iter(range(10**6))  # every look at the clock is a second later
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
     samples += [1.0] * 20
-    time_interleaved({"a": torch.clone}, X, rounds=20, seconds=0.5)
+    time_interleaved({"a": torch.clone}, X, rounds=20, seconds=1e-9)
     assert len(samples) == 20 - module.FEWEST_ROUNDS
-
-
-def test_other_gpus_are_waited_for_before_and_after_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: order.append(f"wait for {device}"))
-    sample = module.sampler_by_clock(lambda x: order.append("call") or x, torch.ones(1, device="meta"))
-    order.clear()
-    monkeypatch.setattr(module, "SAMPLE_MS", 0.0)
-    sample()
-    waits = [index for index, what in enumerate(order) if what == "wait for meta"]
-    assert len(waits) == 2 and order[0] == "call" and set(order[waits[0] + 1 : waits[1]]) == {"call"} and waits[1] == len(order) - 1
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """Running the command line in the test's process, in an empty folder, and looking at what it left behind."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The entry point, options and tables: every end of a command is an exit code and at most one line, and bad input changes nothing."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -19,8 +17,8 @@ from flysurgery import surgery
 from flysurgery.cli import app
 from flysurgery.cli.options import model_arguments
 from flysurgery.cli.source import check_available
-from flysurgery.cli.tables import print_json, print_table
 from flysurgery.errors import ModelError, OptionError, PatternError, SelectionError
+from flysurgery.tables import text_table
 from tests.cli.conftest import RANDOM, TINY, Refused, Run
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "flysurgery"
@@ -162,12 +160,9 @@ ROWS = [("blocks.*.attn.qkv", "12", "0.612", "(1,96,96,4), (4,96,96,1)"), ("bloc
 
 
 @pytest.mark.parametrize(("width", "lines"), [(120, 3), (61, 3), (43, 6), (32, 8)])
-def test_tables_keep_to_the_width_and_lose_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, lines: int
-) -> None:
+def test_tables_keep_to_the_width_and_lose_nothing(monkeypatch: pytest.MonkeyPatch, width: int, lines: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    print_table(COLUMNS, ROWS, right=("n", "worst error"))
-    found = capsys.readouterr().out.splitlines()
+    found = text_table(COLUMNS, ROWS, right=("n", "worst error")).splitlines()
     assert len(found) == lines and max(map(len, found)) <= width and found == [line.rstrip() for line in found]
     words = "\n".join(found).replace(";", "").split()
     assert all(word in words for row in ROWS for cell in row for word in cell.split())
@@ -185,11 +180,6 @@ def test_without_a_terminal_tables_have_80_columns(run: Run, monkeypatch: pytest
     lines = run(*command).out.splitlines()
     tables = [line for line in lines if "   " in line]  # sentences have as many words as they need
     assert tables and max(map(len, tables)) <= 80 and not any("…" in line for line in lines)
-
-
-def test_json_refuses_what_json_has_not() -> None:
-    with pytest.raises(ValueError, match="JSON"):
-        print_json({"a": float("nan")})
 
 
 VIT_S = "vit_small_patch16_224"

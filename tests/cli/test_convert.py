@@ -1,7 +1,5 @@
 """Converting on the command line: under a budget, by times measured with a clock of our own, and in two processes."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

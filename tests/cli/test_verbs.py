@@ -1,7 +1,5 @@
 """Inspect, doctor, densify, evaluate, bench and finetune; models of every library; and docs/imagenet.md as a user follows it."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

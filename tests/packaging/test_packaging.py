@@ -1,7 +1,5 @@
 """What importing costs, what the installed package says of itself, and that its pages lead to files."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Running a recipe as a user does, in the test's process and in an empty folder."""
 
-from __future__ import annotations
-
 import csv
 import runpy
 import sys

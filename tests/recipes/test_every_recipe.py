@@ -1,7 +1,5 @@
 """What holds of each recipe: it tells what it does, and what stands in its way is one sentence."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from collections.abc import Callable

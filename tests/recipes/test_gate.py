@@ -1,7 +1,5 @@
 """The gate: which rows hold, which fail and why, and two checkouts measured in turns on a CPU."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What recipes compute themselves: measures, joules, weights, photographs and crops, transforms, on data of known answers."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os
@@ -53,37 +51,35 @@ def test_output_errors_are_those_of_the_layers() -> None:
 
 @pytest.mark.parametrize("protocol", ["paper", "today"])
 def test_parts_are_in_eval_mode_and_have_fewer_operations_than_dense(protocol: str) -> None:
-    """In training mode ``optimize`` would leave them as they are."""
+    """In training mode ``optimize`` would leave them as they are. The model's blocks have 3 hidden units a feature."""
     from vit_units import parts
 
     found = parts(protocol, "test_vit", "monarch")
-    assert not any(module.training for unit in found.values() for module in unit.make().modules())
+    for unit in found.values():
+        module = unit.make()
+        assert not any(each.training for each in module.modules())
+        assert protocol == "paper" or len(module(torch.randn(1, *unit.shape))) == 1
     model, x = found["model"].make(), torch.zeros(2, *found["model"].shape)
     assert work_of(by_definition(model), x).flops < work_of(dense_copy(model), x).flops
-
-
-def test_a_model_that_cannot_be_taken_apart_is_refused() -> None:
-    from vit_units import parts
-
     with pytest.raises(OptionError, match="resnet18"):
-        parts("paper", "resnet18", "gonon")
+        parts(protocol, "resnet18", "gonon")
 
 
 def test_power_is_that_between_steps_of_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    import energy
+    import recipe
 
-    meter = object.__new__(energy.EnergyMeter)
+    meter = object.__new__(recipe.EnergyMeter)
     # 100 watts, of a counter that is updated every 20 ms, and two inputs a time in work of 10 ms
     monkeypatch.setattr(meter, "joules", lambda: 100 * (time.perf_counter() // 0.02 * 0.02))
-    monkeypatch.setattr(energy, "Busy", lambda work: SimpleNamespace(go_on=work, work_ms=lambda: 10.0))
-    monkeypatch.setattr(energy, "all_calls", lambda *_: (lambda: time.sleep(1e-4), "eager"))
-    monkeypatch.setattr(energy, "rotating", lambda x: [x, x])
+    monkeypatch.setattr(recipe, "Busy", lambda work: SimpleNamespace(go_on=work, work_ms=lambda: 10.0))
+    monkeypatch.setattr(recipe, "all_calls", lambda *_: (lambda: time.sleep(1e-4), "eager"))
+    monkeypatch.setattr(recipe, "rotating", lambda x: [x, x])
     meter.seconds = 0.1
     assert meter.measure(lambda x: x, torch.zeros(1)) == pytest.approx(0.5, rel=0.1)
-    monkeypatch.setattr(energy, "STUCK_SECONDS", 0.01)
+    monkeypatch.setattr(recipe, "STUCK_SECONDS", 0.01)
     monkeypatch.setattr(meter, "joules", lambda: 1.0)
     with pytest.raises(OptionError, match="energy counter stood still"):
-        meter.watts(lambda: None, 1.0)
+        meter.watts(lambda: None)
 
 
 def test_a_wrong_mapping_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +222,6 @@ def test_held_out_samples_show_other_photographs() -> None:
         held, fitted = ({shown[int(each)] for each in torch.cat(list(part())).flatten()} for part in (samples.held_out, samples.fit))
         assert held and fitted and not held & fitted
     assert len(set(order(40, 10, seed=1))) == 10, "all are shown"
-    assert order(40, 10, seed=1) != order(40, 10, seed=2)
 
 
 def test_rounded_choices_are_permutations_and_others_mix_them() -> None:

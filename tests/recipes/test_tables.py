@@ -1,7 +1,5 @@
 """Tables by recipes, on sizes that take seconds on a CPU: what is timed is right, what is not says why, and a second run goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,14 +11,12 @@ from flysurgery.bench.rows import read_table
 from flysurgery.patterns import Pattern
 from tests.recipes.conftest import RECIPES, RunRecipe, picture
 
-ONE_LINEAR = ("--model", "test_vit", "--arch", "monarch", "--protocol", "paper", "--unit", "linear N x N", "--candidates", "dense,bmm")
-
-KERNELS = ("attention", "attention_gradients", "hidden_gradients", "norm_linear", "factor_gradients", "fused_ffn", "few_rows")
+SMALL = ("--model", "test_vit", "--arch", "monarch", "--seconds", "0.01")
+ONE_LINEAR = (*SMALL, "--protocol", "paper", "--unit", "linear N x N", "--candidates", "dense,bmm")
 
 
 def test_table_3_has_every_part_right_in_both_protocols(run_recipe: RunRecipe) -> None:
-    small = ("--model", "test_vit", "--arch", "monarch", "--candidates", "dense,layer,bmm,einsum,two launches", "--seconds", "0.01")
-    rows = run_recipe("vits.py table3", *small)
+    rows = run_recipe("vits.py table3", *SMALL, "--candidates", "dense,layer,bmm,einsum,two launches")
     for protocol, parts in (("paper", 5), ("today", 4)):
         own = [row for row in rows if row["protocol"] == protocol]
         assert len({row["unit"] for row in own}) == parts
@@ -37,38 +33,29 @@ def test_table_3_has_every_part_right_in_both_protocols(run_recipe: RunRecipe) -
     assert int(linear["flops"]) == 2 * 100 * 2 * 1024
 
 
-def test_finetune_is_timed(run_recipe: RunRecipe) -> None:
-    (row,) = run_recipe("vits.py finetune", "--model", "test_vit")
-    assert float(row["images_per_second"]) > 0 and float(row["start_seconds"]) > 0 and float(row["loss"]) > 0
-    assert not row["peak_gib"]
-
-
 def test_axes_and_candidates_are_options_and_a_second_run_adds(run_recipe: RunRecipe) -> None:
     first = run_recipe("vits.py table6", *ONE_LINEAR)
     assert [row["candidate"] for row in first] == ["dense", "dense again", "bmm"]
     both = run_recipe("vits.py table6", *ONE_LINEAR, "--batch", "1,2")
     assert both[: len(first)] == first and [row["batch"] for row in both[len(first) :]] == ["2"] * 3
-    (paper,) = {
-        row["paper_ratio"] for row in run_recipe("vits.py table5", "--fresh", "--seconds", "0.01") if row["candidate"] == "linears of FFNs"
-    }
-    assert paper == "0.46"
+    shares = {row["candidate"]: row["paper_ratio"] for row in run_recipe("vits.py table5", "--fresh", "--seconds", "0.01")}
+    assert shares == {"dense": "", "dense again": "", "linears of FFNs": "0.46"}
 
 
-def test_whole_models_are_right_and_bounded_before_they_count(run_recipe: RunRecipe) -> None:
-    rows = {row["candidate"]: row for row in run_recipe("vits.py optimized", "--model", "test_vit", "--batch", "2", "--joules")}
+def test_whole_models_and_training_are_right_before_they_count(run_recipe: RunRecipe) -> None:
+    rows = {row["candidate"]: row for row in run_recipe("vits.py optimized", *SMALL, "--batch", "2", "--joules")}
     timed = {name for name, row in rows.items() if row["median_ms"]}
     assert timed == {"dense", "dense again", "dense optimized", "converted", "optimized"}
     assert all(float(rows[name]["error"]) < 1e-5 and rows[name]["share_of_bound"] for name in timed)
     assert int(rows["optimized"]["flops"]) < int(rows["dense"]["flops"]) == int(rows["dense optimized"]["flops"])
     assert {row["joules"] for row in rows.values()} == {""}, "a CPU has no counter"
-
-
-def test_training_is_checked_and_timed(run_recipe: RunRecipe) -> None:
-    rows = run_recipe("vits.py training", "--model", "test_vit", "--arch", "monarch", "--seconds", "0.01", "--steps", "1,2")
-    one, two = ({row["candidate"]: row for row in rows if row["steps"] == steps and row["median_ms"]} for steps in ("1", "2"))
-    for found in (one, two):
+    steps = run_recipe("vits.py training", *SMALL, "--fresh", "--steps", "1,2")
+    for count in ("1", "2"):
+        found = {row["candidate"]: row for row in steps if row["steps"] == count and row["median_ms"]}
         assert found.keys() == {"dense", "dense again", "converted"}
         assert all(float(row["error"]) < 0.05 for row in found.values())
+    (row,) = run_recipe("vits.py finetune", *SMALL[:2], "--fresh")
+    assert float(row["images_per_second"]) > 0 and float(row["start_seconds"]) > 0 and float(row["loss"]) > 0
 
 
 def test_patterns_are_measured_in_both_layouts_and_the_claims_counted(run_recipe: RunRecipe, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,30 +66,21 @@ def test_patterns_are_measured_in_both_layouts_and_the_claims_counted(run_recipe
     assert timed >= {(name, layout) for name in names for layout in ("first", "last")}
     assert all(float(row["error"]) < 1e-6 for row in rows if row["median_ms"])
     assert "99.67 %, x6.57" in capsys.readouterr().out
-    run_recipe(*small, "^1, 48, 48, [12],", "--minutes", "1e-9")
-    assert "2 of 2 measurements are left for the next run" in capsys.readouterr().out
     run_recipe(*small, "^1, 48, 48,", "--cases", "1:2", "--minutes", "1e-9")
     assert "1 of 1 measurements are left for the next run" in capsys.readouterr().out
 
 
-def test_large_rivals_are_those_that_patterns_leave_out() -> None:
-    from paper_patterns import FIRST, factor_case, is_large, large_cases, time_patterns
+def test_large_rivals_are_those_that_patterns_leave_out_and_are_timed_by_few_calls(
+    run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import paper_patterns as patterns
     from recipe import Place
 
-    cases = [(case["candidate"], Pattern(**{name: case[name] for name in "abcd"})) for case in large_cases()]
-    found = [Pattern(**case) for case in time_patterns()]
-    modes = ("fp32", "tf32", "fp16", "bf16")
-    large = {each.shape for each in found if any(is_large("dense", each, mode) for mode in modes)}
-    assert {each.shape for name, each in cases if name == "dense"} == large
-    assert {each for name, each in cases if name == "sparse"} == {each for each in found if is_large("sparse", each, "fp32")}
-    assert [name for name, _ in cases] == ["dense"] * 30 + ["sparse"] * 481
-    assert cases[0][1].shape == (12288, 3072) and cases[30][1].nnz == 294912 and cases[-1][1].nnz == 1 << 26
-    small = {"a": 1, "b": 1024, "c": 1024, "d": 4, "rows": 2, "mode": "fp32", "layout": FIRST}
-    runs = factor_case(Place(torch.device("cpu")), **small, candidates=("dense", "sparse", "bmm")).runs
+    names = [case["candidate"] for case in patterns.large_cases()]
+    assert names == ["dense"] * 30 + ["sparse"] * 481
+    small = {"a": 1, "b": 1024, "c": 1024, "d": 4, "rows": 2, "mode": "fp32", "layout": "first"}
+    runs = patterns.factor_case(Place(torch.device("cpu")), **small, candidates=("dense", "sparse", "bmm")).runs
     assert runs["sparse"] == "left out: the table large has it" and callable(runs["dense"]) and callable(runs["bmm"])
-
-
-def test_large_rivals_are_timed_by_few_calls(run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run_recipe("factors.py large", "--only", "sparse", "--cases", ":1")
     assert [(row["mode"], row["layout"], bool(row["median_ms"])) for row in rows] == [
         (mode, layout, mode == "fp32") for mode in ("fp32", "fp16", "bf16") for layout in ("first", "last")
@@ -113,7 +91,7 @@ def test_large_rivals_are_timed_by_few_calls(run_recipe: RunRecipe, monkeypatch:
     assert run_recipe("factors.py large", "--only", "sparse", "--cases", ":1") == rows, "nothing is measured again"
 
 
-def test_large_rivals_of_one_size_and_without_tf32_share_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_rivals_of_one_size_and_without_tf32_share_a_time_and_wrong_ones_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     import paper_patterns as patterns
     from recipe import Place
 
@@ -130,11 +108,6 @@ def test_large_rivals_of_one_size_and_without_tf32_share_a_time(monkeypatch: pyt
     assert tf32["median_ms"] == fp32["median_ms"] and (tf32["mode"], tf32["layout"]) == ("tf32", "first")
     assert tf32["status"] == f"{fp32['status']}: the time of fp32, as CSR has no TF32"
 
-
-def test_large_rivals_that_are_wrong_or_fail_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    import paper_patterns as patterns
-    from recipe import Place
-
     right = patterns.factor_run
 
     def wrong(*arguments: object) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -144,30 +117,10 @@ def test_large_rivals_that_are_wrong_or_fail_have_no_time(monkeypatch: pytest.Mo
     def fails(*arguments: object) -> None:
         raise RuntimeError("no such kernel\nat line 3")
 
-    arguments = (Place(torch.device("cpu")), Pattern(2, 4, 4, 2), "sparse", 5, "fp32", "last")
-    monkeypatch.setattr(patterns, "LONG_MS", 1e-6)
-    row = patterns.large_row(*arguments)
-    assert row["status"] == "ok" and row["median_ms"] > 0 and row["noise"] is None, "one long call"
     for run, status in ((wrong, "wrong: relative error 0.01"), (fails, "failed: no such kernel")):
         monkeypatch.setattr(patterns, "factor_run", run)
-        row = patterns.large_row(*arguments)
+        row = patterns.large_row(place, Pattern(2, 4, 4, 2), "sparse", 5, "fp32", "last")
         assert row["status"] == status and row["median_ms"] is None
-
-
-def test_rows_fill_the_places_that_were_left_out(run_program: Callable[..., None], tmp_path: Path) -> None:
-    results, rows = tmp_path / "results.csv", tmp_path / "rows.csv"
-    head = "a,mode,candidate,launch,status,median_ms,ratio_to_dense,date,device,commit\n"
-    results.write_text(
-        f'{head}1,fp32,dense,graph,"left out: 9 entries, zero",,,d,H200,x\n1,fp32,bmm,graph,ok,2.0,,d,H200,x\n'
-        "2,fp32,dense,graph,ok,3.0,1,d,H200,x\n3,fp32,dense,graph,left out: many,,,d,H200,x\n4,fp32,dense,graph,left out,,,d,H200,x\n"
-    )
-    rows.write_text(
-        "a,candidate,mode,launch,status,median_ms,date,device,driver,commit\n1,dense,fp32,eager,ok,5.0,e,H200,9,y\n"
-        "2,dense,fp32,eager,ok,7.0,e,H200,9,y\n3,dense,fp32,eager,ok,7.0,e,A100,9,y\n5,dense,fp32,eager,ok,7.0,e,H200,9,y\n"
-    )
-    before = results.read_text()
-    run_program("publish.py", rows, "--fill", "--into", results)
-    assert results.read_text() == before.replace('graph,"left out: 9 entries, zero",,,d,H200,x', "eager,ok,5.0,,e,H200,y")
 
 
 def test_claims_are_those_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,6 +163,9 @@ def test_every_way_from_scratch_makes_the_same_updates(run_recipe: RunRecipe, mo
     assert run_recipe("from_scratch.py fractals") == first, "nothing is trained again"
 
 
+KERNELS = ("attention", "attention_gradients", "hidden_gradients", "norm_linear", "factor_gradients", "fused_ffn", "few_rows")
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_case_of_a_kernel_can_be_made(name: str) -> None:
     """On a CPU and few rows: each candidate that runs there gives what the truth says, and each has its work."""
@@ -220,27 +176,20 @@ def test_every_case_of_a_kernel_can_be_made(name: str) -> None:
     table, place = TABLES[name], Place(torch.device("cpu"), quick=False)
     for head in table.heads(place, mode=("fp32",)):
         head |= {"rows": 2 * head["tokens"] if name.startswith("attention") else 197 if name == "few_rows" else 16}
-        case = table.make(place, **head, **({"candidates": table.candidates} if table.candidates else {}))  # pyright: ignore
-        assert case.baseline in case.runs and {*case.columns} == {*table.columns}
+        case = table.measure(place, **head, **({"candidates": table.candidates} if table.candidates else {}))
+        assert case.baseline in case.runs
         for candidate, run in case.runs.items():
             assert case.work(candidate).bytes_moved > 0
             if not isinstance(run, str) and candidate != "cudnn":
                 torch.testing.assert_close(run(case.input(candidate))[: len(case.truths)].double(), case.truths, rtol=1e-3, atol=1e-3)
 
 
-def test_a_quick_table_of_a_kernel_is_timed_once(
-    run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quick_table_of_a_kernel_is_timed_once(run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flysurgery.bench.ceilings.PRODUCT_SIZE", {"cpu": 256})
     rows = run_recipe("kernel_tables.py norm_linear", "--seconds", "0.01")
-    timed = {row["candidate"].removesuffix(" again") for row in rows if row["median_ms"]}
-    assert timed == {"dense"}
+    assert {row["candidate"].removesuffix(" again") for row in rows if row["median_ms"]} == {"dense"}
     for row in rows:
-        assert row["device"] and row["launch"] == "eager"
-        assert bool(row["median_ms"]) == (row["status"] == "ok" or row["status"].startswith("noisy"))
         assert row["median_ms"] or row["status"] in ("needs CUDA", "left out on a CPU")
-    said = capsys.readouterr().out
-    assert all(row["candidate"].split()[0] in said for row in rows)
     monkeypatch.setattr("flysurgery.bench.measuring.measure", None)
     assert run_recipe("kernel_tables.py norm_linear") == rows, "nothing is measured again"
 
@@ -275,36 +224,38 @@ def test_rows_of_real_weights(run_recipe: RunRecipe, given: tuple[object, ...], 
     assert [(row["way"], row["seed"]) for row in second[5:]] == [(way, "1") for way in ways[1:]], "what is random"
 
 
-def test_parts_have_the_hidden_units_of_their_model() -> None:
-    from vit_units import parts
-
-    for name, unit in parts("today", "test_vit", "monarch").items():  # whose blocks have 3 hidden units a feature
-        assert len(unit.make()(torch.randn(1, *unit.shape))) == 1, name
-
-
-def test_rows_are_published_beside_those_of_other_tables(run_recipe: RunRecipe, run_program: object, tmp_path: Path) -> None:
-    publish = run_program  # pyright: ignore
-    rows = run_recipe("vits.py table6", *ONE_LINEAR)
-    results = tmp_path / "results.csv"
-    results.write_text("table,unit,kept,device,commit\ntable3,FFN,7,an H200,a\ntable6,gone,," + f"{rows[0]['device']},a\n")
-    publish("publish.py", tmp_path / "rows.csv", "--table", "table6", "--into", results)  # pyright: ignore
-    columns, found = read_table(results)
-    assert columns[:4] == ["table", "unit", "kept", "model"] and columns[-2:] == ["device", "commit"] and "flops" not in columns
-    assert [(row["table"], row["unit"], row["kept"]) for row in found] == [
-        ("table3", "FFN", "7"),
-        *(("table6", "linear N x N", "") for _ in rows),
-    ]
-
-
 def test_butterflies_recover_every_transform_and_rivals_of_equal_size_do_not(run_recipe: RunRecipe) -> None:
     rows = run_recipe("transforms.py recovered", "--n", "64")
     errors = {(row["transform"], row["candidate"]): float(row["rmse"]) for row in rows}
     ours = {key for key in errors if key[1].startswith("butterfly")}
     assert {name for name, _ in ours} == {"dft", "dct", "dst", "hadamard", "hartley", "convolution"} and len(ours) == 9
     assert all(errors[key] < 1e-6 for key in ours) and all(errors[key] > 5e-3 for key in errors.keys() - ours)
-
-
-def test_timed_transforms_are_right(run_recipe: RunRecipe) -> None:
-    rows = run_recipe("transforms.py times", "--n", "2,64", "--rows", "3")
+    rows = run_recipe("transforms.py times", "--n", "2,64", "--rows", "3", "--fresh")
     assert [row["candidate"] for row in rows if row["n"] == "64"] == ["fft", "fft again", "dense", "radix 2", "radix 8"]
     assert all(row["status"].startswith(("ok", "noisy")) and float(row["median_ms"]) > 0 for row in rows)
+
+
+def test_rows_fill_the_places_that_were_left_out(run_program: Callable[..., None], tmp_path: Path) -> None:
+    results, rows = tmp_path / "results.csv", tmp_path / "rows.csv"
+    head = "a,mode,candidate,launch,status,median_ms,ratio_to_dense,date,device,commit\n"
+    results.write_text(
+        f'{head}1,fp32,dense,graph,"left out: 9 entries, zero",,,d,H200,x\n1,fp32,bmm,graph,ok,2.0,,d,H200,x\n'
+        "2,fp32,dense,graph,ok,3.0,1,d,H200,x\n3,fp32,dense,graph,left out: many,,,d,H200,x\n4,fp32,dense,graph,left out,,,d,H200,x\n"
+    )
+    rows.write_text(
+        "a,candidate,mode,launch,status,median_ms,date,device,driver,commit\n1,dense,fp32,eager,ok,5.0,e,H200,9,y\n"
+        "2,dense,fp32,eager,ok,7.0,e,H200,9,y\n3,dense,fp32,eager,ok,7.0,e,A100,9,y\n5,dense,fp32,eager,ok,7.0,e,H200,9,y\n"
+    )
+    before = results.read_text()
+    run_program("publish.py", rows, "--fill", "--into", results)
+    assert results.read_text() == before.replace('graph,"left out: 9 entries, zero",,,d,H200,x', "eager,ok,5.0,,e,H200,y")
+
+
+def test_rows_are_published_beside_those_of_other_tables(run_program: Callable[..., None], tmp_path: Path) -> None:
+    results, rows = tmp_path / "results.csv", tmp_path / "rows.csv"
+    results.write_text("table,unit,kept,device,commit\ntable3,FFN,7,an H200,a\ntable6,gone,,a CPU,a\n")
+    rows.write_text("model,unit,flops,device,driver,commit\nm,N x N,9,a CPU,8,b\n")
+    run_program("publish.py", rows, "--table", "table6", "--into", results)
+    columns, found = read_table(results)
+    assert columns == ["table", "unit", "kept", "model", "device", "commit"]
+    assert [(row["table"], row["unit"], row["kept"]) for row in found] == [("table3", "FFN", "7"), ("table6", "N x N", "")]
