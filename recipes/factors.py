@@ -128,11 +128,12 @@ def rivals(architecture: Architecture, device: torch.device, dtype: torch.dtype,
         uneven.weight.mul_(torch.randn_like(dense.weight[:, :1]).exp())
         yield from _pruned(uneven, UNEVEN_SHARE, ", uneven rows")
     if "2:4" in kinds:
-        yield _semi_structured(dense)
+        yield from _where_possible(0.5, _semi_structured(dense), "2:4 semi-structured")
     for name, (config, allowed) in TORCHAO.items() if "torchao" in kinds else ():
-        yield from _torchao(name, config, dense, allowed)
+        yield from _where_possible(1.0, _torchao(name, config, allowed, dense), name, f"{name}, not compiled")
     if "lazylinop" in kinds:
-        yield from _lazylinop(layer)
+        names = (f"lazylinop ksm, transposes {how}" for how in ("counted", "not counted"))
+        yield from _where_possible(architecture.density, _lazylinop(layer), *names)
 
 
 def _low_rank(architecture: Architecture, device: torch.device, dtype: torch.dtype) -> Iterator[Rival]:
@@ -191,40 +192,29 @@ def _in_both_layouts(product: Run) -> tuple[Run, Run]:
     return lambda x: product(x).T, lambda x: product(x.T.contiguous()).T.contiguous()
 
 
-def _semi_structured(dense: nn.Linear) -> Rival:
-    name = "2:4 semi-structured"
-    weight = dense.weight
-    if not weight.is_cuda or weight.dtype == torch.float32:
-        return Rival(name, 0.5, "no: sparse tensor cores take 16 bits on CUDA")
+def _semi_structured(dense: nn.Linear) -> Iterator[Rival]:
+    if not dense.weight.is_cuda or dense.weight.dtype == torch.float32:
+        raise OptionError("sparse tensor cores take 16 bits on CUDA")
     model = nn.Sequential(copy.deepcopy(dense))
-    prune(model, {"0": weight.numel() // 2}, two_of_four)
+    prune(model, {"0": dense.weight.numel() // 2}, two_of_four)
     exact = copy.deepcopy(model).double()
-    try:
-        store_sparse(model, ["0"])
-        model(torch.zeros(64, weight.shape[1], device=weight.device, dtype=weight.dtype))
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        return Rival(name, 0.5, f"no: {first_line(error)}")
-    return Rival(name, 0.5, model, exact)
+    store_sparse(model, ["0"])
+    model(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
+    yield Rival("2:4 semi-structured", 0.5, model, exact)
 
 
-def _torchao(name: str, config: str, dense: nn.Linear, allowed: float) -> Iterator[Rival]:
+def _torchao(name: str, config: str, allowed: float, dense: nn.Linear) -> Iterator[Rival]:
     """Make a quantization of torchao, an optional package, through the compiler as it tells its users, and operator by operator.
 
     The compiler puts a kernel for few rows in the place of a product with int8 weights in bfloat16.
     """
-    names = (name, f"{name}, not compiled")
-    model = nn.Sequential(copy.deepcopy(dense))
-    try:
-        if not dense.weight.is_cuda:
-            raise OptionError("measured on CUDA only")
-        quantize(model, ["0"], config)
-        model(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
-    except Exception as error:  # an optional package of another version may raise anything
-        yield from (Rival(each, 1.0, f"no: {first_line(error)}") for each in names)
-        return
-    exact = copy.deepcopy(dense).double()
-    yield Rival(names[0], 1.0, torch.compile(model, dynamic=False), exact, allowed, "torch.compile")
-    yield Rival(names[1], 1.0, model, exact, allowed)
+    if not dense.weight.is_cuda:
+        raise OptionError("measured on CUDA only")
+    model, exact = nn.Sequential(copy.deepcopy(dense)), copy.deepcopy(dense).double()
+    quantize(model, ["0"], config)
+    model(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
+    yield Rival(name, 1.0, torch.compile(model, dynamic=False), exact, allowed, "torch.compile")
+    yield Rival(f"{name}, not compiled", 1.0, model, exact, allowed)
 
 
 def _lazylinop(layer: ButterflyLinear) -> Iterator[Rival]:
@@ -232,25 +222,29 @@ def _lazylinop(layer: ButterflyLinear) -> Iterator[Rival]:
 
     It is timed with a transposition before and after, and without.
     """
-    names, density = ("lazylinop ksm, transposes counted", "lazylinop ksm, transposes not counted"), layer.architecture.density
-    try:
-        if importlib.util.find_spec("lazylinop") is None:
-            raise ModuleNotFoundError("lazylinop is not installed")
-        ksm = importlib.import_module("lazylinop.butterfly").ksm
-        operators = [ksm(factor.detach()) for factor in layer.factors]
-    except Exception as error:  # an optional package of another version may raise anything
-        yield from (Rival(name, density, f"no: {first_line(error)}") for name in names)
-        return
-    bias = _bias(layer)
+    if importlib.util.find_spec("lazylinop") is None:
+        raise OptionError("lazylinop is not installed")
+    ksm = importlib.import_module("lazylinop.butterfly").ksm
+    operators, bias, exact = [ksm(factor.detach()) for factor in layer.factors], _bias(layer), by_definition(layer).double()
 
     def multiplied(x: Tensor) -> Tensor:  # shapes: (in_features, rows) -> (out_features, rows)
         for operator in reversed(operators):
             x = operator @ x
         return x
 
-    exact = by_definition(layer).double()
-    yield Rival(names[0], density, lambda x: multiplied(x.T.contiguous()).T.contiguous() + bias, exact)
-    yield Rival(names[1], density, lambda x: multiplied(x.T).T + bias, exact)  # a view: as if x had the batch last
+    name, density = "lazylinop ksm, transposes", layer.architecture.density
+    yield Rival(f"{name} counted", density, lambda x: multiplied(x.T.contiguous()).T.contiguous() + bias, exact)
+    # a view: as if x had the batch last
+    yield Rival(f"{name} not counted", density, lambda x: multiplied(x.T).T + bias, exact)
+
+
+def _where_possible(density: float, made: Iterator[Rival], *names: str) -> Iterator[Rival]:
+    """Rivals that another package or the device may not have; these names then say why."""
+    try:
+        found = [*made]
+    except Exception as error:  # an optional package of another version may raise anything
+        found = [Rival(name, density, f"no: {first_line(error)}") for name in names]
+    yield from found
 
 
 SMALL: dict[str, Any] = {"quick": {"rows": (24,)}, "few": 2}

