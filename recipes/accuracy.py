@@ -23,6 +23,7 @@ Rows: recipes/results/accuracy.csv
 import copy
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,13 +175,10 @@ def output_errors(dense: nn.Module, model: nn.Module, plan: Plan, images: Tensor
         lost = model.get_submodule(layer.fqn)(inputs[0]) - output
         errors.setdefault(layer.role, []).append(float(lost.norm() / (output - bias).norm()))
 
-    handles = [dense.get_submodule(layer.fqn).register_forward_hook(partial(compare, layer)) for layer in plan.replaced]
-    try:
-        with torch.no_grad():
-            dense(images)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack, torch.no_grad():
+        for layer in plan.replaced:
+            stack.enter_context(dense.get_submodule(layer.fqn).register_forward_hook(partial(compare, layer)))
+        dense(images)
     return {role: sum(values) / len(values) for role, values in errors.items()}
 
 

@@ -17,7 +17,7 @@ from recipe import Place, Run
 from torch import Tensor
 
 from flysurgery.bench import TIMED_MODES, Case, Record, in_mode, modes_of
-from flysurgery.bench.ceilings import work_of_factor
+from flysurgery.bench.ceilings import Work
 from flysurgery.bench.measuring import MOST_ERROR, NOISE, WORST_ERROR, checked_rows, relative_error
 from flysurgery.errors import first_line
 from flysurgery.factors import factor_to_dense, ks_einsum, to_blocks
@@ -60,7 +60,9 @@ def factor_case(place: Place, *, a: int, b: int, c: int, d: int, rows: int, mode
         inputs[PRODUCT_ONLY] = blocks_of(arranged, pattern, layout).contiguous()
         truths[PRODUCT_ONLY] = truth.unflatten(1, (a, b, d))
     has_dense = not isinstance(runs.get("dense", ""), str)
-    return Case(runs, inputs, truths, checked, work_of_factor(pattern, rows, x.element_size()), "dense" if has_dense else "bmm")
+    entries = rows * (pattern.in_features + pattern.out_features) + pattern.nnz
+    work = Work(x.element_size() * entries, rows * pattern.flops_per_row)
+    return Case(runs, inputs, truths, checked, work, "dense" if has_dense else "bmm")
 
 
 def x_and_factor(place: Place, pattern: Pattern, rows: int, mode: str) -> tuple[Tensor, Tensor]:

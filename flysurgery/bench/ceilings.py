@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from flysurgery.bench.timing import in_mode, time_interleaved
-from flysurgery.patterns import Pattern
 
 COPY_BYTES, PRODUCT_SIZE = {"cuda": 1 << 30, "cpu": 1 << 27}, {"cuda": 8192, "cpu": 512}
 """Sizes that fill a device: larger than any cache, and with work for every core."""
@@ -69,9 +68,3 @@ def work_of(module: nn.Module, x: Tensor) -> Work:
         out = module(x[:1])
     weights = sum(parameter.nbytes for parameter in module.parameters())
     return Work(weights + x.nbytes + x.shape[0] * out.nbytes, x.shape[0] * counter.get_total_flops())
-
-
-def work_of_factor(pattern: Pattern, rows: int, element_bytes: int) -> Work:
-    """Count bytes of x, y and the factor, each once, and the operations of the product."""
-    entries = rows * (pattern.in_features + pattern.out_features) + pattern.nnz
-    return Work(element_bytes * entries, rows * pattern.flops_per_row)

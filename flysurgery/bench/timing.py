@@ -3,9 +3,8 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import quantiles
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,18 +28,12 @@ CACHE_MULTIPLE = 3  # on CUDA, the inputs of one sample are together this many t
 MOST_INPUTS = 64  # of one sample; bounds the capture of a whole model on one image, whose weights fill the cache anyway
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one call: the median and the quartiles of all rounds. ``launch`` is ``graph`` or ``eager``."""
+class Timing(NamedTuple):
+    """Milliseconds of one call: the median of all rounds, and the range between their quartiles. ``launch`` is ``graph`` or ``eager``."""
 
     median_ms: float
-    lower_ms: float
-    upper_ms: float
+    iqr_ms: float
     launch: str = "eager"
-
-    @property
-    def iqr_ms(self) -> float:
-        return self.upper_ms - self.lower_ms
 
 
 def time_interleaved(
@@ -83,7 +76,7 @@ def time_interleaved(
     found: dict[str, Timing] = {}
     for name, values in zip(samplers, samples, strict=True):
         lower, middle, upper = quantiles(values, n=4, method="inclusive")
-        found[name] = Timing(middle, lower, upper, launches[name])
+        found[name] = Timing(middle, upper - lower, launches[name])
     return found
 
 
@@ -95,12 +88,10 @@ def _warm_up(samplers: Sequence[Sample], seconds: float) -> None:
 
 
 def rotating(x: Tensor) -> list[tuple[Tensor]]:
-    """Give ``x`` and copies of it, each as the inputs of one call, together larger than the L2 cache; on the CPU x alone.
+    """Give ``x`` on CUDA and copies of it, each as the inputs of one call, together larger than the L2 cache.
 
     Copies of an inference tensor are inference tensors: a compiler would make another graph for any others during the capture.
     """
-    if not x.is_cuda:
-        return [(x,)]
     with torch.inference_mode(x.is_inference()):
         return [(x,), *((x.clone(),) for _ in range(copies_beyond_cache((x,), CACHE_MULTIPLE, MOST_INPUTS) - 1))]
 
