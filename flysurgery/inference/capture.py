@@ -1,7 +1,5 @@
 """A whole forward as one CUDA graph, for small batches, where launching takes most of the time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,17 +1,17 @@
-"""Times ways to compute one thing, in turns; and finds the fastest of several by a short measurement, for a choice."""
-
-from __future__ import annotations
+"""Times ways to compute one thing, in turns; finds the fastest of several by a short measurement, also with gradients."""
 
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
 
 from flysurgery.ops import taking
 
@@ -27,14 +27,11 @@ MOST_ROUNDS, OTHER_SECONDS = 101, 0.05
 CACHE_MULTIPLE = 2
 """On CUDA, the inputs of one sample are together this many times larger than the L2 cache."""
 MOST_CALLS = 512
-"""The most inputs of one sample. Thousands of small ones would fill the cache, and capturing their calls would take minutes."""
-
+"""The most inputs of one sample: capturing the calls of thousands of small ones would take minutes."""
 MOST_COPIES = 64
-"""The most inputs of one sample of a whole model, or of a group forward and backward. Their weights or gradients fill the cache anyway, and
-capturing hundreds of calls takes long."""
-
+"""The same for a whole model, or a group forward and backward, whose weights or gradients fill the cache anyway."""
 MOST_BACKWARD = 4
-"""The same for forward and backward, whose activations fill it as well."""
+"""The same for a whole model forward and backward, whose activations fill it as well."""
 
 
 def random_inputs(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -46,12 +43,8 @@ def random_inputs(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> l
 def medians_ms(ways: Sequence[Way], inputs: Sequence[Tensor], *, most_copies: int = MOST_CALLS, captured: bool = True) -> tuple[float, ...]:
     """Milliseconds of one call of each way. Every round times all of them, in a new order.
 
-    On CUDA the calls are captured as graphs and run with cold caches; if one of them waits for the device, they are launched from Python.
-    Elsewhere the wall clock is used.
-
-    Args:
-        most_copies: the most inputs of one sample; fewer do for ways whose weights fill the cache by themselves.
-        captured: whether calls are captured where that is possible.
+    On CUDA the calls, for at most ``most_copies`` inputs in a sample, run with cold caches. They are ``captured`` as graphs; if one of
+    them waits for the device, all are launched from Python. Elsewhere the wall clock is used.
     """
     if not inputs[0].is_cuda:
         samples = in_turns([_sampler(way, inputs) for way in ways], MOST_ROUNDS, fewest=ROUNDS, seconds=OTHER_SECONDS)
@@ -147,10 +140,9 @@ def _waits(way: Way, inputs: Sequence[Tensor], stream: torch.cuda.Stream) -> boo
 
 
 def _captured(way: Way, inputs: Sequence[Sequence[Tensor]], stream: torch.cuda.Stream, pool: Any) -> Callable[[], None]:
-    """The replay of a graph of one call for each input.
+    """The replay of a graph of one call for each input, whose outputs lie in different places, so that none is found in the cache.
 
-    All outputs of one graph lie in different places, so that none is found in the cache. Graphs of one ``pool`` use the same memory one
-    after the other, so their outputs must not be read.
+    Graphs of one ``pool`` use the same memory one after the other, so their outputs must not be read.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, pool=pool):
@@ -191,3 +183,38 @@ def between_events(work: Callable[[], None], calls: int) -> Sample:
         return start.elapsed_time(end) / calls
 
     return sample
+
+
+def with_gradients(call: Way, modules: nn.Module, images: Collection[torch.Size]) -> Way:
+    """``call``, and the gradients of its inputs, but of ``images``' shapes, and of the modules' parameters that learn, from ones."""
+    held = [tensor for each in getattr(modules, "held", ()) if (tensor := getattr(*each)) is not None]
+    parameters = [*modules.parameters(), *held]
+
+    def run(*inputs: Tensor) -> object:
+        with torch.enable_grad():
+            given = [each.detach().requires_grad_(each.is_floating_point() and each.shape not in images) for each in inputs]
+            leaves = [each for each in pytree.tree_leaves(call(*given)) if isinstance(each, Tensor) and each.requires_grad]
+        wanted = [each for each in (*given, *parameters) if each.requires_grad]
+        return torch.autograd.grad(leaves, wanted, [torch.ones_like(each) for each in leaves], allow_unused=True)
+
+    return run
+
+
+@contextmanager
+def rehearsed(model: nn.Module) -> Iterator[None]:
+    """A block after which the model and random states are as before, whatever forwards and backwards in training mode did to them.
+
+    Inside, buffers are copies, and other parameters share the memory of the model's own: graphs, hooks and streams of earlier passes stay
+    out of it, and so does autocast's cache.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    others: dict[str, Tensor] = {name: nn.Parameter(each.detach(), each.requires_grad) for name, each in model.named_parameters()}
+    others |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    devices = {each.device.index for each in model.parameters() if each.is_cuda}
+    try:
+        with _reparametrize_module(model, others, tie_weights=True), torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)

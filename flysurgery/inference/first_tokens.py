@@ -1,66 +1,57 @@
 """Leave out the tokens that a forward never reads: behind the last attention, classifiers often read the first token alone."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from flysurgery.inference.clock import rehearsed
 from flysurgery.inference.find_groups import Findings
 from flysurgery.inference.fused_modules import watched
-from flysurgery.inference.graph import operators
+from flysurgery.inference.graph import is_norm, operators
 from flysurgery.inference.match import Attended, FeedForwardGroup
 from flysurgery.inference.standin import Condition, StandInMethod
 from flysurgery.walker import Survey, name_of, shape_of
 
-_asked: ContextVar[tuple[FirstTokens, bool] | None] = ContextVar("asked", default=None)
-
 
 class FirstTokens:
-    """The first ``count`` tokens of each sample, and whether the forward that runs now reads no others."""
+    """The first ``count`` tokens of each sample, which alone the model reads behind ``linear``, that of its last attention in ``block``."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, block: str, linear: str, count: int) -> None:
+        self.block, self.linear, self.count = block, linear, count
 
     def asked(self) -> bool:
-        """Whether others may be left out. Gradient checkpointing computes again outside of the forward, so there none are."""
+        """Whether the forward that runs now reads no others, so that they may be left out.
+
+        Gradient checkpointing computes again outside of the forward, so there none are.
+        """
         checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]
         return _asked.get() == (self, torch.is_grad_enabled()) and not checkpointed and not watched()
 
-    def of(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """These tokens of two values of shape (samples, tokens, features)."""
-        return y[:, : self.count], x[:, : self.count]
+
+_asked: ContextVar[tuple[FirstTokens, bool] | None] = ContextVar("asked", default=None)
 
 
-class Reading(NamedTuple):
-    """The block and the linear of the last attention, behind which the model reads ``tokens`` alone."""
-
-    block: str
-    linear: str
-    tokens: FirstTokens
-
-
-def last_reading(found: Findings, *, trains: bool) -> Reading | None:
-    """The attention behind which only first tokens reach the model's result; None where others do, or no proven block has it.
+def last_reading(found: Findings, *, trains: bool) -> FirstTokens | None:
+    """The first tokens that alone reach the model's result from its last attention; None where others do, or no proven block has it.
 
     Behind it may stand feed-forward groups of its block and layer norms over features: they compute each token by itself. The forward must
     run the same operators with the first tokens alone, store none of its values, and with ``trains`` be the same in training mode.
     """
-    for block in found.blocks.values():
-        attended = [part for part in block.parts if isinstance(part, Attended)]
-        if not attended or not block.fqn:
+    for block, parts in found.blocks.items():
+        attended = [part for part in parts if isinstance(part, Attended)]
+        if not attended or not block:
             continue
-        groups = [part for part in block.parts if isinstance(part, FeedForwardGroup)]
-        count = _count_read(attended[-1].out.tail.result, {node for group in groups for node in (*group.nodes, *group.tail.nodes)})
+        out, groups = attended[-1].out, [part for part in parts if isinstance(part, FeedForwardGroup)]
+        count = _count_read(out.tail.result, {node for group in groups for node in (*group.nodes, *group.tail.nodes)})
         if count:
-            reading = Reading(block.fqn, attended[-1].out.linear, FirstTokens(count))
-            return reading if _suffices(found.seen, reading, trains) else None
+            tokens = FirstTokens(block, out.linear, count)
+            return tokens if _suffices(found.seen, tokens, trains) else None
     return None
 
 
@@ -72,7 +63,7 @@ def _count_read(value: Node, grouped: set[Node]) -> int:
         shape = shape_of(node) or ()
         for user in node.users:
             token = user.args[2] if name_of(user) == "select" and user.args[1] == 1 else None
-            if user in grouped or _is_norm(user):
+            if user in grouped or is_norm(user):
                 front.append(user)
             elif len(shape) == 3 and isinstance(token, int) and 0 <= token < shape[1]:
                 count = max(count, token + 1)
@@ -81,19 +72,20 @@ def _count_read(value: Node, grouped: set[Node]) -> int:
     return count
 
 
-def _suffices(seen: Survey, reading: Reading, trains: bool) -> bool:
+def _suffices(seen: Survey, tokens: FirstTokens, trains: bool) -> bool:
     """Whether a forward in which the block gives the first tokens alone is the same but for shapes: Python code may read these too."""
     if not all(isinstance(each, Tensor) for each in seen.example):
         return False
-    block, kept = seen.double.get_submodule(reading.block), list[object]()
+    block, kept = seen.double.get_submodule(tokens.block), list[object]()
     whole = operators(seen, kept)
-    hook = block.register_forward_hook(lambda module, args, result: result[:, : reading.tokens.count])
+    hook = block.register_forward_hook(lambda module, args, result: result[:, : tokens.count])
     try:
         if kept or _without_shapes(operators(seen)) != _without_shapes(whole):
             return False
         hook.remove()
         seen.double.train(trains)
-        return not trains or operators(seen) == whole
+        with rehearsed(seen.double):  # in training mode a forward may write to buffers
+            return not trains or operators(seen) == whole
     except Exception:  # the forward may raise anything
         return False
     finally:
@@ -105,21 +97,17 @@ def _without_shapes(notes: list[tuple[object, ...]]) -> list[tuple[object, ...]]
     return [tuple(each for each in note if not isinstance(each, tuple)) for note in notes if note[0] != "aten.slice.Tensor"]
 
 
-def _is_norm(node: Node) -> bool:
-    sizes = node.args[1] if name_of(node) == "layer_norm" else ()
-    return isinstance(sizes, (list, tuple)) and len(sizes) == 1
-
-
 class Unchanged(Condition):
     """Also whether ``readers`` have the classes, children and attributes that they had then. An attribute's own contents may change."""
 
     def __init__(self, covered: Iterable[nn.Module], readers: Sequence[nn.Module], *, itself: nn.Module, trains: bool) -> None:
         super().__init__(covered, readers, itself=itself, trains=trains)
-        self._readers, self._attributes = tuple(readers), list[list[str]]()
+        self._readers = readers
 
-    def settle(self) -> None:
-        self._attributes = [[name for name in vars(each) if name not in _OF_MODULES] for each in self._readers]
-        super().settle()
+    def _find_places(self) -> None:
+        super()._find_places()
+        others = {*vars(nn.Module())}  # attributes of every module, such as its hooks and children, which are looked at already
+        self._looked_at += [(each, None, name) for each in self._readers for name in vars(each) if name not in others]
 
     def holds(self) -> bool:
         try:
@@ -127,17 +115,9 @@ class Unchanged(Condition):
         except (RuntimeError, ValueError):  # another tensor or array, of which some numbers are equal
             return False
 
-    def _looked_at(self) -> list[tuple[dict[str, Any], str]]:
-        pairs = zip(self._readers, self._attributes, strict=True)
-        return [*super()._looked_at(), *((vars(each), name) for each, names in pairs for name in names)]
-
     def _present(self) -> list[Any]:
         counts = [(type(each), len(vars(each)), len(each._modules)) for each in self._readers]
         return [*super()._present(), *counts]
-
-
-_OF_MODULES = {*vars(nn.Module())}
-"""Attributes of every module, such as its hooks and children, which others look at."""
 
 
 class FirstTokensForward(StandInMethod):
@@ -147,9 +127,9 @@ class FirstTokensForward(StandInMethod):
     that tokens are missing, where images have another size, and where an attribute such as ``global_pool`` has changed.
     """
 
-    def __init__(self, module: nn.Module, condition: Condition, tokens: FirstTokens, shapes: Sequence[torch.Size]) -> None:
+    def __init__(self, module: nn.Module, condition: Condition, tokens: FirstTokens, shapes: list[torch.Size]) -> None:
         super().__init__(module, "forward", module, condition)
-        self.tokens, self._shapes = tokens, list(shapes)
+        self.tokens, self._shapes = tokens, shapes
         self.__signature__ = inspect.signature(type(module).forward.__get__(module))
 
     @property
@@ -157,7 +137,7 @@ class FirstTokensForward(StandInMethod):
         """That of the model's own forward, for the exporter."""
         return type(self.module).forward.__code__
 
-    def on(self, holder: nn.Module) -> FirstTokensForward:
+    def on(self, holder: nn.Module) -> StandInMethod:
         return FirstTokensForward(holder, self.condition, self.tokens, self._shapes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

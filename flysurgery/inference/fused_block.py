@@ -1,11 +1,10 @@
 """Fused forwards of transformer blocks, of their halves, and of several blocks in a row; and how they may be called."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from flysurgery import ops
 from flysurgery.inference.first_tokens import FirstTokens
-from flysurgery.inference.fused_modules import Step, Stream, under_autocast, watched
+from flysurgery.inference.fused_modules import Step, under_autocast, watched
 from flysurgery.inference.graph import Calls, UnfitError
-from flysurgery.inference.match import Attended, Block, Lone
+from flysurgery.inference.match import Attended, BlockPart, reader_of
 from flysurgery.inference.standin import Condition, StandIn
 from flysurgery.walker import name_of, shape_of
 
@@ -51,22 +50,22 @@ class Form:
         return same and all(key in arguments and _alike(seen, arguments[key]) for key, seen in self.arguments.items())
 
 
-def form_of(block: Block, calls: Mapping[str, Calls]) -> Form:
-    """The form of the block's only call; ``UnfitError`` where a fused block cannot replace it."""
-    attentions = [part for part in block.parts if isinstance(part, Attended)]
-    alone = [part.fqn for part in block.parts if isinstance(part, Lone)] + [part.norm for part in attentions if part.norm is not None]
-    once = [block.fqn, *(part.reader for part in block.parts), *(part.attention for part in attentions)]
+def form_of(fqn: str, parts: Sequence[BlockPart], calls: Mapping[str, Calls]) -> Form:
+    """The form of the only call of the block ``fqn``; ``UnfitError`` where a fused block cannot replace it."""
+    attentions = [part for part in parts if isinstance(part, Attended)]
+    alone = [part for part in parts if isinstance(part, str)] + [part.norm for part in attentions if part.norm is not None]
+    once = [fqn, *map(reader_of, parts), *(part.attention for part in attentions)]
     once += [part.projection.norm.fqn for part in attentions if part.projection is not None]
-    if any(len(calls[fqn]) != 1 for fqn in once):
+    if any(len(calls[name]) != 1 for name in once):
         raise UnfitError("calls", "it is called more than once in one forward")
-    own, reader = calls[block.fqn], calls[block.parts[0].reader]
+    own, reader = calls[fqn], calls[reader_of(parts[0])]
     arguments = _behind_first(own)
     if own.first_input is None or reader.first_input is not own.first_input or not isinstance(own.first_result, Tensor):
         raise UnfitError("call-form", "its first argument is not its input")
     foreign = next((each for each in arguments.values() if not isinstance(each, (*_SWITCHES, Tensor)) and not _is_number(each)), None)
     if foreign is not None:
         raise UnfitError("call-form", f"it is called with a {type(foreign).__name__}")
-    if not all(calls[fqn].one_of_one_tensor and isinstance(calls[fqn].first_result, Tensor) for fqn in alone):
+    if not all(calls[name].one_of_one_tensor and isinstance(calls[name].first_result, Tensor) for name in alone):
         raise UnfitError("call-form", "one of its modules is not called with one tensor alone, for another one")
     handed = {}
     for part in attentions:
@@ -109,7 +108,7 @@ def _alike(seen: Any, value: Any) -> bool:
 
 
 class Attending(TorchFunctionMode):
-    """A block in which ``step`` computes the attention of calls without mask and dropout and with the scale that it was made for."""
+    """A block in which ``step`` computes attention of its own scale, without mask and dropout."""
 
     def __init__(self, step: Step) -> None:
         super().__init__()
@@ -147,88 +146,72 @@ def _operands(
     return None if attn_mask is not None or dropout_p or is_causal or enable_gqa else (query, key, value)
 
 
-class FusedPart:
-    """One part of a block: ``step(x)``. ``tokens`` are those that a model's forward may read behind it; None for all."""
-
-    tokens: FirstTokens | None = None
-
-    def __init__(self, step: nn.Module) -> None:
-        self.step = step
-
-    def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
-        return self.step(x)
-
-
-class FusedAttended(FusedPart):
-    """``x + scale*attention(norm(x))``; ``step`` computes everything behind attention.
+@dataclass(eq=False)
+class FusedAttended:
+    """``x + scale*attention(norm(x))``, a part of a block; ``step`` computes everything behind attention.
 
     ``attention`` is a view of the block's own attention module without the output projection, called with ``handed`` behind its first
     argument. Where ``norm`` is None, it includes the norm. ``attending`` replaces its call of PyTorch's attention, ``first`` its norm and
-    projection, if any.
+    projection, if any. ``tokens`` are those that a model's forward may read behind the part; None for all. ``then`` is the feed-forward
+    part behind it, if any, whose norm may read the moments that the kernel of ``step`` writes.
     """
 
-    def __init__(
-        self,
-        norm: nn.Module | None,
-        attention: nn.Module,
-        attending: Attending | None,
-        first: Step | None,
-        step: Step,
-        handed: Arguments,
-        tokens: FirstTokens | None,
-    ) -> None:
-        super().__init__(step)
-        self.tokens = tokens
-        self.first, self.out = first, step
-        self.norm, self.attention, self.attending = norm, attention, attending
-        self._positional = [value for key, value in handed.items() if isinstance(key, int)]
-        self._named = {key: value for key, value in handed.items() if isinstance(key, str)}
+    norm: nn.Module | None
+    attention: nn.Module
+    attending: Attending | None
+    first: Step | None
+    step: Step
+    handed: Arguments
+    tokens: FirstTokens | None
+    then: Step | None = None
 
     def attended(self, x: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor]:
-        """What ``step`` takes: the result of attention, and x."""
-        positional = [_present(value, arguments) for value in self._positional]
-        named = {key: _present(value, arguments) for key, value in self._named.items()}
-        with self.attending or nullcontext(), Stream(x, self.first) as stream:
-            y = self.attention(x if self.norm is None else self.norm(x), *positional, **named)
-        return self.tokens.of(y, stream.x) if self.tokens is not None and self.tokens.asked() else (y, stream.x)
+        """What ``step`` takes: the result of attention, and x, in whose place ``first`` may put another result."""
+        handed = {key: arguments[value.key] if isinstance(value, Given) else value for key, value in self.handed.items()}
+        positional = [value for key, value in handed.items() if isinstance(key, int)]
+        named = {key: value for key, value in handed.items() if isinstance(key, str)}
+        stream = SimpleNamespace(x=x)
+        try:
+            if self.first is not None:
+                self.first.stream = stream
+            with self.attending or nullcontext():
+                y = self.attention(x if self.norm is None else self.norm(x), *positional, **named)
+        finally:
+            if self.first is not None:
+                self.first.stream = None  # it would keep the graph of this call
+        if self.tokens is not None and self.tokens.asked():
+            return y[:, : self.tokens.count], stream.x[:, : self.tokens.count]
+        return y, stream.x
 
     def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
-        return self.out(*self.attended(x, arguments))
-
-
-class FusedPair(FusedPart):
-    """A part with attention and the feed-forward part behind it, whose norm reads the moments that the first part's kernel writes."""
-
-    def __init__(self, first: FusedAttended, step: Step) -> None:
-        super().__init__(step)
-        self.first, self.out, self.then, self.tokens = first, first.out, step, first.tokens
-
-    def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
-        attended, x = self.first.attended(x, arguments)
-        if self.out.enabled and self.then.enabled and not under_autocast(x) and self._reads_moments(x):
-            sums = self.out.operation(attended, x)
+        attended, x = self.attended(x, arguments)
+        if self.then is None:
+            return self.step(attended, x)
+        if self.step.enabled and self.then.enabled and not under_autocast(x) and _reads_moments(self.then, x):
+            sums = self.step.operation(attended, x)
             if not isinstance(sums, str) and ops.leaves_moments(attended, sums):
                 return self.then(*ops.run_with_moments(attended, sums))
-        return self.then(self.out(attended, x))
+        return self.then(self.step(attended, x))
 
-    def _reads_moments(self, x: Tensor) -> bool:
-        """Whether the second part can use the moments of the rows of its input, which are of the shape of x."""
-        way = self.then.way(x)
-        return not isinstance(way, str) and way.launches()[:1] == (ops.MOMENTS,)
+
+def _reads_moments(then: Step, x: Tensor) -> bool:
+    """Whether a step can use the moments of the rows of its input, which are of the shape of x."""
+    way = then.way(x)
+    return not isinstance(way, str) and way.launches()[:1] == (ops.MOMENTS,)
 
 
 class FusedBlock(StandIn):
     """Residual sums of attention and feed-forward groups, one after the other, by fused modules.
 
-    The original block serves calls of another form than the proven one, in training mode, or with hooks inside. A compiler does not trace
-    it: compiled code calls it from Python, where it replays its launches.
+    Each part is a module of x, or a ``FusedAttended``. The original block serves calls of another form than the proven one, in training
+    mode, or with hooks inside. A compiler does not trace it: compiled code calls it from Python, where it replays its launches.
     """
 
-    def __init__(self, original: nn.Module, parts: Sequence[FusedPart], form: Form, condition: Condition) -> None:
+    def __init__(self, original: nn.Module, parts: Sequence[nn.Module | FusedAttended], form: Form, condition: Condition) -> None:
         super().__init__(original, condition)
         self.form = form
-        self._parts = tuple(_paired(parts))  # in a tuple, so that they are no children
-        self._tokens = next((part.tokens for part in parts if part.tokens is not None), None)
+        self._parts = tuple(_joined(parts))  # in a tuple, so that they are no children
+        self._tokens = next((part.tokens for part in parts if isinstance(part, FusedAttended) and part.tokens is not None), None)
         self._repeating = ops.Repeating(), ops.Repeating()  # for all tokens, and for the first ones
 
     @torch.compiler.disable
@@ -244,25 +227,21 @@ class FusedBlock(StandIn):
 
     def _fused(self, x: Tensor, arguments: Arguments = _NO_ARGUMENTS) -> Tensor:
         for part in self._parts:
-            x = part(x, arguments)
+            x = part(x, arguments) if isinstance(part, FusedAttended) else part(x)
         return x
 
 
-def _paired(parts: Iterable[FusedPart]) -> list[FusedPart]:
-    """The same parts, with attention and feed-forward joined to a ``FusedPair`` where possible: only a dense layer gives moments."""
-    found: list[FusedPart] = []
+def _joined(parts: Iterable[nn.Module | FusedAttended]) -> list[nn.Module | FusedAttended]:
+    """The parts, of which one with attention also computes the feed-forward part behind it where that may read moments."""
+    found: list[nn.Module | FusedAttended] = []
     for part in parts:
         before = found[-1] if found else None
-        if isinstance(before, FusedAttended) and type(before.out.given.linear) is nn.Linear and _is_feed_forward(part.step):
-            found[-1] = FusedPair(before, part.step)
+        if isinstance(before, FusedAttended) and before.then is None and isinstance(part, Step) and _gives_moments(before.step, part):
+            before.then = part
         else:
             found.append(part)
     return found
 
 
-def _is_feed_forward(step: nn.Module) -> TypeGuard[Step]:
-    return isinstance(step, Step) and isinstance(step.given, ops.FeedForward)
-
-
-def _present(value: Any, arguments: Arguments) -> Any:
-    return arguments[value.key] if isinstance(value, Given) else value
+def _gives_moments(first: Step, then: Step) -> bool:
+    return type(first.given.linear) is nn.Linear and isinstance(then.given, ops.FeedForward)

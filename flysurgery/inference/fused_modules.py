@@ -1,9 +1,8 @@
 """The fused modules. Each computes one group by its kernel, or by the group's own modules if the kernel does not take the call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,17 +15,18 @@ from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import Dense, FusedFactors, Gated, Norm, Stage, Way
 from flysurgery.torch_state import product_dtype
 
-_UNKNOWN = "it is of a class that the kernels do not know, or has a forward of its own"
-
 
 class Normalized(NamedTuple):
-    """A layer norm's module, and its epsilon."""
+    """The layer norm of a module with this epsilon, as a field of a step."""
 
     module: nn.Module
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.module(x)
+
+    def read(self, inputs: tuple[Tensor, ...]) -> Norm:
+        return Norm(getattr(self.module, "weight", None), getattr(self.module, "bias", None), self.eps)
 
 
 class Parameter(NamedTuple):
@@ -35,31 +35,21 @@ class Parameter(NamedTuple):
     module: nn.Module
     name: str
 
+    def read(self, inputs: tuple[Tensor, ...]) -> Tensor | None:
+        return getattr(self.module, self.name)
+
 
 class Input(NamedTuple):
     """An input of a step besides x, by its number; None where a call leaves it out."""
 
     number: int
 
+    def read(self, inputs: tuple[Tensor, ...]) -> Tensor | None:
+        return inputs[self.number] if self.number < len(inputs) else None
+
 
 class UnknownLayerError(Exception):
-    """Kernels do not know a layer, or it has a forward of its own."""
-
-
-class Stream:
-    """The input x of a part of a block, as the residual sum at the part's end takes it: ``step`` may put another result in its place."""
-
-    def __init__(self, x: Tensor, step: Step | None) -> None:
-        self.x, self._step = x, step
-
-    def __enter__(self) -> Stream:
-        if self._step is not None:
-            self._step.stream = self
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self._step is not None:
-            self._step.stream = None  # it would keep the graph of this call
+    """Kernels do not know a layer."""
 
 
 class Step(nn.Module):
@@ -67,13 +57,13 @@ class Step(nn.Module):
 
     ``given`` is its operation, of ``kind``, with linear modules, ``Normalized``, ``Parameter`` and ``Input`` as its ``fields`` where an
     operation has tensors. The modules are the step's children; ``held`` are the parameters that it reads of other modules. A step that
-    ``trains`` serves calls with gradients, also under autocast, and no others. If its input is that of ``stream``, it puts x in again as
+    ``trains`` serves calls with gradients, also under autocast, and no others. If its input is ``stream.x``, it puts x in there again as
     its own result, so that one launch adds the residual's gradient. A compiler does not trace a step: compiled code calls it from Python.
     """
 
     enabled = True
     trains = False
-    stream: Stream | None = None
+    stream: SimpleNamespace | None = None
 
     def __init__(self, kind: Callable[..., Any], *fields: Any) -> None:
         super().__init__()
@@ -84,7 +74,6 @@ class Step(nn.Module):
         self.held = [each for each in self._leaves if isinstance(each, Parameter)]
         readers = [_linear if isinstance(each, nn.Module) else _READERS.get(type(each)) for each in self.given]
         self._fields = list(zip(readers, self.given, strict=True))
-        self._own = [(read if read in (_input, _parameter) else None, value) for read, value in self._fields]
         self._repeating = ops.Repeating()
 
     def operation(self, x: Tensor, *others: Tensor) -> Any:
@@ -92,11 +81,11 @@ class Step(nn.Module):
         try:
             return self._kind(*[value if read is None else read(value, others) for read, value in self._fields])
         except UnknownLayerError:
-            return _UNKNOWN
+            return "it is of a class that the kernels do not know, or has a forward of its own"
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         """The group by its own modules."""
-        return self._kind(*[value if read is None else read(value, others) for read, value in self._own]).plainly(x)
+        return self._kind(*[each.read(others) if isinstance(each, (Input, Parameter)) else each for each in self.given]).plainly(x)
 
     def way(self, x: Tensor, *others: Tensor) -> Way | str:
         """How the kernel computes the group for these inputs, or why it cannot."""
@@ -183,22 +172,6 @@ class EmbeddingStep(Step):
         return self._together[0](x)
 
 
-def _input(value: Input, inputs: tuple[Tensor, ...]) -> Tensor | None:
-    return inputs[value.number] if value.number < len(inputs) else None
-
-
-def _parameter(value: Parameter, inputs: tuple[Tensor, ...]) -> Tensor | None:
-    return getattr(*value)
-
-
-def _norm(value: Normalized, inputs: tuple[Tensor, ...]) -> Norm:
-    return Norm(getattr(value.module, "weight", None), getattr(value.module, "bias", None), value.eps)
-
-
-def _gated(value: Any, inputs: tuple[Tensor, ...]) -> Gated:
-    return Gated(tuple(map(_linear, value.members)), value.gate)
-
-
 def _group(value: tuple[Any, ...], inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
     """Parameters, or a projection, which may have several parts side by side."""
     if all(type(each) is Parameter for each in value):
@@ -218,13 +191,12 @@ def _linear(linear: nn.Module, inputs: tuple[Tensor, ...] = ()) -> ops.Linear:
     raise UnknownLayerError
 
 
-_READERS: dict[type, Callable[[Any, tuple[Tensor, ...]], Any]] = {
-    Input: _input,
-    Parameter: _parameter,
-    Normalized: _norm,
-    Gated: _gated,
-    tuple: _group,
-}
+def _gated(value: Any, inputs: tuple[Tensor, ...]) -> Gated:
+    return Gated(tuple(map(_linear, value.members)), value.gate)
+
+
+_READERS: dict[type, Callable[[Any, tuple[Tensor, ...]], Any]]
+_READERS = {Gated: _gated, tuple: _group, Input: Input.read, Parameter: Parameter.read, Normalized: Normalized.read}
 """What reads a field of a step's operation as tensors; ``_linear`` reads modules, and all else stays as it is."""
 
 

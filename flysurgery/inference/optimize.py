@@ -1,8 +1,6 @@
 """Put fused modules into a model where they are proven right, have a kernel, and are faster; and say what was done."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -11,14 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flysurgery.errors import InferenceError
+from flysurgery.errors import BackendError, InferenceError, WalkError
 from flysurgery.inference import clock
 from flysurgery.inference.find_groups import find_groups
 from flysurgery.inference.first_tokens import FirstTokensForward
-from flysurgery.inference.gradients import rehearsed, training_calls, with_gradients
-from flysurgery.inference.replacement import Candidate, Replacement, find_replacements
+from flysurgery.inference.fused_modules import Step
+from flysurgery.inference.replacement import Replacement, Replacements, find_replacements
 from flysurgery.inference.standin import Fused, is_optimized, put, restore, view
-from flysurgery.ops import Way
+from flysurgery.ops import Attention, Way
 from flysurgery.reason import Reason
 from flysurgery.tables import grouped, text_table
 from flysurgery.torch_state import autocast_dtype
@@ -34,19 +32,18 @@ MEASURED_IMAGES = 64
 """The number of images in the measurement on CUDA, if no example is given."""
 
 Training = bool | Literal["captured"]
-
 Times = tuple[float, float]
 """Milliseconds of one call, with the model's own modules and with the fused ones."""
+Groups = list[list[str]]
+"""Names and kinds of groups of layers, as JSON has them."""
 
 
 @dataclass(frozen=True)
 class OptimizeRow:
-    """One group, by the name of its last linear or convolution, or of the attention module. Patches with the method behind them have the
-    name of the patch embedding.
+    """One group, by the name of its last linear or convolution, of the attention module, or of the patch embedding with a method behind.
 
     ``group`` is "qkv", "attention", "attn_out", "ffn", "norm" or "patches"; ``status`` "fused" or "left". The milliseconds are those
-    of one call, None where nothing was measured. ``launches`` says what the launches of the fused group compute; it is empty where that
-    is not known.
+    of one call, None where nothing was measured. ``launches`` says what the launches of the fused group compute, as far as known.
     """
 
     fqn: str
@@ -90,9 +87,8 @@ class OptimizeReport:
 
     def to_json(self) -> dict[str, Any]:
         """The rows as JSON values, with the device and dtype of the measurement."""
-        head = {"device": self.device, "dtype": self.dtype, "seconds": self.seconds, "whole_ms": self.whole_ms}
-        head["tokens"] = self.tokens
-        return head | {"rows": [asdict(row) for row in self.rows]}
+        names = ("device", "dtype", "seconds", "whole_ms", "tokens")
+        return {name: getattr(self, name) for name in names} | {"rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
         head = f"fused {len(self.fused)} of {len(self.rows)} groups for {self.device} in {self.dtype}, in {self.seconds:.1f} s"
@@ -104,6 +100,13 @@ class OptimizeReport:
         groups = grouped(self.rows, lambda row: row.fqn, lambda row: (row.group, row.status, row.reason, row.launches))
         lines = [_line(name, members) for name, members in groups]
         return "\n\n".join([head, text_table(_HEADER, lines, right=("n", "own modules ms", "fused ms"))] if lines else [head])
+
+
+def _line(name: str, rows: Sequence[OptimizeRow]) -> tuple[str, ...]:
+    first = rows[0]
+    times = ["" if value is None else f"{value:.3g}" for value in (first.plain_ms, first.fused_ms)]
+    why = " | ".join(first.launches) if first.reason is None else f"{first.reason.code}: {first.reason.text}"
+    return (name, str(len(rows)), first.group, first.status, *times, why)
 
 
 def optimize(
@@ -119,14 +122,14 @@ def optimize(
     model fuses this with the patch embedding.
 
     A group is fused if a kernel takes it and is faster than the model's own modules in a short measurement, at the example's number of
-    samples, on CUDA in graphs. The report gives the result for each group, or the reason why it is not fused. Then the whole model is
-    timed with and without fusion. While it is slower with fusion, the kind of group that gained the least is left as it was.
+    samples, on CUDA in graphs. The report has the result for each group, or why it is not fused. Then the whole model is timed with and
+    without fusion. While it is slower with fusion, the kind of group that gained the least is left as it was.
 
     Many classifiers read the class token alone behind their last attention, or the first few tokens. There the model's forward, called as
     in the trace, computes no others in groups and norms. ``forward_features`` and modules that are called by themselves give all tokens,
     and so does the forward as long as hooks would see that some are missing.
 
-    Outputs stay the same within rounding. Names, state dict and calls stay the same. The model's own modules serve gradients,
+    Outputs stay the same within rounding; names, state dict and calls stay the same. The model's own modules serve gradients,
     ``torch.func``'s transforms, autocast, training mode, hooks that are set later, modules that are replaced or get another forward later,
     and arguments other than those of the trace. Fused modules run under ``torch.no_grad`` or ``torch.inference_mode``. Code that
     ``torch.compile`` makes calls them from Python, so ``fullgraph=True`` raises.
@@ -135,8 +138,7 @@ def optimize(
     With ``training`` the fused modules run where gradients are enabled, in training mode as well, and calls without gradients go to the
     model's own modules. Each group is timed forward and backward, under the autocast around this call. A group keeps one or two
     activations, and the residual stream between blocks has autocast's dtype. Norms outside of groups are fused too, except those whose
-    results leave the model.
-    Blocks with dropout or dropped paths stay as they are, and so does all else without fused gradients.
+    results leave the model. Blocks with dropout or dropped paths stay as they are, and so does all else without fused gradients.
     Gradients have the dtypes of their parameters. There are no second derivatives: ``create_graph=True`` raises. Optimize before the model
     is wrapped by ``DistributedDataParallel``, sharded by ``fully_shard``, or compiled. The whole model is timed as it is called from
     Python, which takes the host more time than the model's own modules do; with ``training="captured"`` as a CUDA graph of the whole step.
@@ -165,18 +167,21 @@ def optimize(
     measured_as = (training and autocast_dtype(device.type)) or dtype
     found = find_groups(model, _example(model, device) if example is None else example)
     built = find_replacements(model, found, trains=bool(training))
-    chosen = None if only is None else _chosen(only, built.replacements)
+    chosen = None if only is None else _chosen(only, built)
     measured: dict[object, Times] = {}
     images = {each.shape for each in found.seen.example if isinstance(each, Tensor) and each.dim() == 4}
-    with rehearsed(model) if training else nullcontext():
+    with clock.rehearsed(model) if training else nullcontext():
         for replacement in built.replacements:
             _decide(replacement, measured_as, device, measured, images, chosen)
         if chosen is None:
-            fused, whole = _not_slower(model, built.replacements, found.seen.example, training, images)
+            fused, whole = _not_slower(model, built, found.seen.example, training, images)
         else:
-            fused, whole = _all(built.replacements), None
+            fused, whole = built.fused(), None
     put(model, fused)
-    rows = [_row(candidate) for replacement in built.replacements for candidate in replacement.candidates]
+    rows = [
+        OptimizeRow(each.fqn, each.group, "left" if each.reason else "fused", each.reason, each.plain_ms, each.fused_ms, each.launches)
+        for each in built.candidates
+    ]
     rows += [OptimizeRow(fqn, group, "left", reason, None, None) for group, fqn, reason in built.without]
     order = {fqn: index for index, (fqn, _) in enumerate(found.seen.double.named_modules())}
     rows.sort(key=lambda row: order.get(row.fqn, len(order)))
@@ -184,6 +189,23 @@ def optimize(
     tokens = first.tokens.count if isinstance(first, FirstTokensForward) else None
     seconds, measured_in = perf_counter() - started, str(measured_as).removeprefix("torch.")
     return OptimizeReport(tuple(rows), str(device), measured_in, seconds, model, whole, tokens)
+
+
+def fuse(model: nn.Module, example: Any = None, only: Groups | None = None, **how: Any) -> Groups:
+    """Put fused modules into a model that trains without them as well, by ``optimize``; gives the names and kinds of the groups.
+
+    With ``only``, those of an earlier call, the same groups are fused, so that a resumed run computes what it would have computed. A model
+    that is refused or not traced stays as it is, and so does one whose kernels do not compile or whose measurement needs more memory.
+    """
+    if only == []:
+        return []
+    try:
+        return [[*each] for each in optimize(model, example, only=only, **how).chosen]
+    except (BackendError, InferenceError, WalkError):
+        return []
+    except torch.cuda.OutOfMemoryError:  # measuring may need more than the updates do, whose batches may be smaller
+        torch.cuda.empty_cache()
+        return []
 
 
 def _refuse(model: nn.Module) -> None:
@@ -208,10 +230,10 @@ def _example(model: nn.Module, device: torch.device) -> Tensor | tuple[Any, ...]
     return example.new_zeros((MEASURED_IMAGES, *example.shape[1:])) if isinstance(example, Tensor) and device.type == "cuda" else example
 
 
-def _chosen(only: Iterable[Sequence[str]], replacements: Sequence[Replacement]) -> set[tuple[str, ...]]:
+def _chosen(only: Iterable[Sequence[str]], built: Replacements) -> set[tuple[str, ...]]:
     """The names and kinds of ``only``, all of which are those of candidates."""
     wanted = {tuple(each) for each in only}
-    missing = wanted - {(each.fqn, each.group) for replacement in replacements for each in replacement.candidates}
+    missing = wanted - {(each.fqn, each.group) for each in built.candidates}
     if missing:
         raise InferenceError(
             f"the model has no group {min(missing)} to fuse; 'only' takes pairs of a name and a kind, as a report's 'chosen' has them"
@@ -227,9 +249,9 @@ def _decide(
     images: set[torch.Size],
     chosen: set[tuple[str, ...]] | None,
 ) -> None:
-    """Decide for each candidate whether it is fused: whether it may be, a kernel takes it and, on a real device, is faster or chosen.
+    """Leave each candidate that must not be fused, that no kernel takes, or that is not ``chosen`` or, where it is measured, faster.
 
-    ``measured`` keeps the milliseconds of equal groups. With ``chosen`` nothing is measured.
+    ``measured`` keeps the milliseconds of equal groups.
     """
     hindrance = replacement.condition.obstacle()
     for candidate in replacement.candidates:
@@ -240,7 +262,7 @@ def _decide(
         step, shapes = candidate.step, candidate.shapes
         own, fused = step.plain, step.fused
         if step.trains:
-            (own, fused), shapes = training_calls(step, shapes)
+            own, fused, shapes = _training_calls(step, shapes)
         with torch.no_grad():
             # No data is needed: the answer follows from shapes, dtypes and the device.
             found = (fused if step.trains else step.way)(*[torch.empty(shape, dtype=dtype, device=device) for shape in shapes])
@@ -257,7 +279,7 @@ def _decide(
             if key not in measured:
                 ways, most = [own, fused], clock.MOST_CALLS
                 if step.trains:
-                    ways, most = [with_gradients(each, step, images) for each in ways], clock.MOST_COPIES
+                    ways, most = [clock.with_gradients(each, step, images) for each in ways], clock.MOST_COPIES
                 plain_ms, fused_ms = clock.medians_ms(ways, clock.random_inputs(shapes, dtype, device), most_copies=most)
                 measured[key] = plain_ms, fused_ms
         candidate.plain_ms, candidate.fused_ms = plain_ms, fused_ms = measured[key]
@@ -265,17 +287,23 @@ def _decide(
             candidate.leave(Reason("slower", f"fused it takes {fused_ms:.3g} ms here, by its own modules {plain_ms:.3g} ms"))
 
 
-def _all(replacements: Sequence[Replacement]) -> Fused:
-    """What is put into the model by those that are not left."""
-    fused = Fused({}, {})
-    for replacement in replacements:
-        if not replacement.is_left:
-            replacement.put(fused)
-    return fused
+def _training_calls(step: Step, shapes: clock.Shapes) -> tuple[Callable[..., Any], Callable[..., Any], clock.Shapes]:
+    """The step by its own modules, with fused gradients, and the shapes of the inputs of both.
+
+    q, k and v of one shape come as parts of one tensor, as from one projection.
+    """
+    if not isinstance(step.given, Attention) or len({*shapes}) > 1:
+        return step.plain, step.trained, shapes
+
+    def of_parts(way: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda whole: way(*whole.permute(2, 0, 3, 1, 4).unbind(0))
+
+    batch, heads, tokens, features = shapes[0]
+    return of_parts(step.plain), of_parts(step.trained), ((batch, tokens, len(shapes), heads, features),)
 
 
 def _not_slower(
-    model: nn.Module, replacements: Sequence[Replacement], example: tuple[Any, ...], training: Training, images: set[torch.Size]
+    model: nn.Module, built: Replacements, example: tuple[Any, ...], training: Training, images: set[torch.Size]
 ) -> tuple[Fused, Times | None]:
     """What is put into ``model``, so that it is not slower than without, and both times.
 
@@ -283,34 +311,22 @@ def _not_slower(
     if no group is fused, on the meta device, and if the example contains anything other than tensors.
     """
     while True:
-        fused = _all(replacements)
+        fused = built.fused()
         if not any(fused) or not all(isinstance(each, Tensor) and not each.is_meta for each in example):
             return fused, None
         ways, most = [model, view(model, *fused)], clock.MOST_COPIES
         if training:
-            ways, most = [with_gradients(each, model, images) for each in ways], clock.MOST_BACKWARD
+            ways, most = [clock.with_gradients(each, model, images) for each in ways], clock.MOST_BACKWARD
         with torch.no_grad():
             plain_ms, fused_ms = clock.medians_ms(ways, example, most_copies=most, captured=training is not True)
         if fused_ms <= plain_ms:
             return fused, (plain_ms, fused_ms)
-        _leave_least([each for replacement in replacements for each in replacement.candidates if each.reason is None], (plain_ms, fused_ms))
-
-
-def _leave_least(fused: Sequence[Candidate], whole: Times) -> None:
-    def gain(candidate: Candidate) -> float:
-        assert candidate.plain_ms is not None and candidate.fused_ms is not None  # on a device every fused group has been measured
-        return candidate.plain_ms - candidate.fused_ms
-
-    least = min(fused, key=gain)
-    text = f"with it fused the whole model takes {whole[1]:.3g} ms here, without fused modules {whole[0]:.3g} ms"
-    for candidate in fused:
-        if (candidate.group, candidate.plain_ms, candidate.fused_ms) == (least.group, least.plain_ms, least.fused_ms):
-            candidate.leave(Reason("slower-model", text))
-
-
-def _row(candidate: Candidate) -> OptimizeRow:
-    status = "fused" if candidate.reason is None else "left"
-    return OptimizeRow(candidate.fqn, candidate.group, status, candidate.reason, candidate.plain_ms, candidate.fused_ms, candidate.launches)
+        kept = [each for each in built.candidates if each.reason is None]  # all of them are measured
+        least = min(kept, key=lambda each: each.gain_ms)
+        text = f"with it fused the whole model takes {fused_ms:.3g} ms here, without fused modules {plain_ms:.3g} ms"
+        for each in kept:
+            if (each.group, each.plain_ms, each.fused_ms) == (least.group, least.plain_ms, least.fused_ms):
+                each.leave(Reason("slower-model", text))
 
 
 def _place_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -321,10 +337,3 @@ def _place_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
         raise InferenceError(f"a model with parameters on one device can be optimized, this one has them on: {where}")
     dtypes = [parameter.dtype for parameter in parameters]
     return devices.pop(), max(set(dtypes), key=dtypes.count)
-
-
-def _line(name: str, rows: Sequence[OptimizeRow]) -> tuple[str, ...]:
-    first = rows[0]
-    times = ["" if value is None else f"{value:.3g}" for value in (first.plain_ms, first.fused_ms)]
-    why = " | ".join(first.launches) if first.reason is None else f"{first.reason.code}: {first.reason.text}"
-    return (name, str(len(rows)), first.group, first.status, *times, why)

@@ -1,7 +1,5 @@
 """Modules and methods that replace others, with the same parameters, buffers, children and hooks; puts them in, and restores the own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
@@ -13,8 +11,7 @@ from flysurgery.errors import InferenceError
 from flysurgery.ops import forget_moved
 
 STANDS_FOR = "_flysurgery_stands_for"
-"""On a fused module of an optimized model: the module in whose place it stands; on one on which fused methods were set, itself, and the
-methods' names."""
+"""On a fused module: the module in whose place it stands; on one on which fused methods were set, itself, and the methods' names."""
 
 _DICTIONARIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
 _training = attrgetter("training")
@@ -29,11 +26,9 @@ def is_plain(module: nn.Module) -> bool:
 class Condition:
     """Whether fused modules may run: no covered module is in training mode or has hooks on its call.
 
-    Those that train may run in training mode where no covered module drops anything then: dropouts and paths have a rate of zero. Hooks
-    on ``itself``, the module that is replaced, are called by what replaces it.
-
-    After ``settle``, the covered modules and ``holders`` must also keep the children that they had then, and no covered module or child
-    may get another forward. A compiler skips this check, which would cost it hundreds of guards.
+    Those that train may run in training mode where all rates of dropouts and dropped paths are zero. Hooks on ``itself``, the module
+    that is replaced, are called by what replaces it. After ``settle``, the covered modules and ``holders`` must also keep their
+    children, and no covered module or child may get another forward. A compiler skips this check, which would cost it hundreds of guards.
     """
 
     def __init__(
@@ -43,19 +38,22 @@ class Condition:
         self._hooked = [module for module in self.covered if module is not itself]
         self._hooks = tuple(getattr(module, name) for module in self._hooked for name in _HOOKS)  # the dictionaries, which stay the same
         self._rates = [(module, name) for module in self.covered for name in rates_of(module)] if trains else None
-        self._places = list[tuple[dict[str, Any], str]]()
-        self._forwards, self._settled = list[nn.Module](), list[Any]()
-        self._dictionaries, self._names = list[dict[str, Any]](), list[str]()
+        self._looked_at = list[tuple[nn.Module, dict[str, Any] | None, str]]()  # a name among a module's children or, for None, its vars
+        self._settled, self._places = list[Any](), list[dict[str, Any]]()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_dictionaries": []}  # the ``vars`` of modules, which a copy of a module has anew
+        return vars(self) | {"_places": []}  # the ``vars`` of modules, which a copy of a module has anew
 
     def settle(self) -> None:
-        """Store the present children and forwards as those from which the fused modules were made."""
-        self._places = [(module._modules, name) for module in (*self.covered, *self._holders) for name in module._modules]
-        children = (place[name] for place, name in self._places)
-        self._forwards = [*{id(module): module for module in (*self.covered, *children) if module is not None}.values()]
+        """Store the present children and forwards as those that must stay."""
+        self._find_places()
         self._settled = self._present()
+
+    def _find_places(self) -> None:
+        parents = (*self.covered, *self._holders)
+        modules = dict.fromkeys([*self.covered, *(child for parent in parents for child in parent._modules.values())])
+        self._looked_at = [(parent, parent._modules, name) for parent in parents for name in parent._modules]
+        self._looked_at += [(module, None, "forward") for module in modules if module is not None]
 
     def holds(self) -> bool:
         """Whether the fused modules may run. Every call asks this, so it takes a third of the time of ``obstacle``."""
@@ -64,26 +62,21 @@ class Condition:
         return not any(self._hooks) and not self._differ() and self._settled == self._present()
 
     def _differ(self) -> bool:
-        """Whether covered modules compute something else in their training mode."""
         if self._rates is None:
             return any(map(_training, self.covered))
         return any(module.training and getattr(module, name) for module, name in self._rates)
 
-    def _looked_at(self) -> list[tuple[dict[str, Any], str]]:
-        """The dictionaries and the names in them whose values must stay."""
-        return [*self._places, *((vars(module), "forward") for module in self._forwards)]
-
     def _present(self) -> list[Any]:
-        if not self._dictionaries:
-            places = self._looked_at()
-            self._dictionaries, self._names = [place for place, _ in places], [name for _, name in places]
-        return [*map(dict.get, self._dictionaries, self._names)]
+        if not self._places:
+            self._places = [vars(module) if place is None else place for module, place, _ in self._looked_at]
+            self._names = [name for _, _, name in self._looked_at]
+        return [*map(dict.get, self._places, self._names)]
 
     def obstacle(self) -> tuple[str, nn.Module] | None:
         """``"training"``, ``"dropout"`` or ``"hooked"``, and the first module that is or has it; None where the fused modules may run."""
-        for module in self.covered:
-            if module.training and self._rates is None:
-                return "training", module
+        training = next((module for module in self.covered if module.training), None)
+        if training is not None and self._rates is None:
+            return "training", training
         for module in self._hooked:
             if any(getattr(module, name) for name in _HOOKS):
                 return "hooked", module
@@ -99,8 +92,8 @@ def rates_of(module: nn.Module) -> list[str]:
 class StandIn(nn.Module):
     """Replaces ``original`` while ``condition`` holds, and shares its dictionaries of parameters, buffers, children and hooks.
 
-    State dicts, moves to a device or dtype, hooks and the training mode are therefore those of the original, whose other attributes can
-    be read through it. Hooks run once: of the original only ``forward`` is called.
+    State dicts, moves, hooks and the training mode are therefore those of the original, whose other attributes can be read through it.
+    Hooks run once: of the original only ``forward`` is called.
     """
 
     def __init__(self, original: nn.Module, condition: Condition) -> None:
@@ -113,20 +106,19 @@ class StandIn(nn.Module):
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the original's own forward; that of its class where the fused one was set on the original itself."""
         original = self.original
-        forward = type(original).forward.__get__(original) if STANDS_FOR in vars(original) else original.forward
-        return forward(*args, **kwargs)
+        return type(original).forward(original, *args, **kwargs) if STANDS_FOR in vars(original) else original.forward(*args, **kwargs)
 
     @property
     def original(self) -> nn.Module:
         """The module that was here before."""
         return self.__dict__[STANDS_FOR][0]
 
-    def train(self, mode: bool = True) -> StandIn:
+    def train(self, mode: bool = True) -> "StandIn":
         self.original.train(mode)
         self.training = mode
         return self
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> StandIn:
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "StandIn":
         """Move and retype parameters and buffers, as ``to`` does, and free what fused modules packed from them."""
         super()._apply(fn, recurse)
         forget_moved()
@@ -178,13 +170,10 @@ class Undropped(nn.Dropout):
 
 
 def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: Mapping[tuple[str, str], Any] | None = None) -> nn.Module:
-    """``module`` with other children below it, and attributes of other values; the module itself stays as it is.
+    """``module`` with other children below it, by their names, and attributes of other values, by names of modules and their own.
 
-    Only the modules on the way to the replaced ones are copied, and they share parameters, buffers and hooks with their originals.
-
-    Args:
-        replacements: by the names of the replaced modules, "" for ``module`` itself.
-        attributes: values by module names ("" for ``module`` itself) and attribute names.
+    "" stands for ``module`` itself, which stays as it is. Only the modules on the way to the replaced ones are copied, and they share
+    parameters, buffers and hooks with their originals.
     """
     if "" in replacements:
         return replacements[""]
@@ -199,7 +188,7 @@ def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: M
 
 
 def _copy(module: nn.Module, path: str, copies: dict[str, nn.Module]) -> nn.Module:
-    """The copy of a module below ``module``; it and those on the way to it are made where ``copies`` has none."""
+    """The copy of a module below ``module``, made with those on the way to it where ``copies`` has none."""
     if path not in copies:
         old = module.get_submodule(path)
         new = copies[path] = type(old).__new__(type(old))
@@ -215,22 +204,6 @@ def above(module: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
     """``module`` and the modules on the way to these names below it. A ``view`` that replaces these names has copies of them."""
     parts = [path.split(".")[:-1] for path in paths]
     return [module.get_submodule(path) for path in {".".join(names[:count]): None for names in parts for count in range(len(names) + 1)}]
-
-
-class Together(nn.Module):
-    """``method`` of a module behind its child ``before``."""
-
-    def __init__(self, module: nn.Module, method: str, before: str) -> None:
-        super().__init__()
-        self.module, self.method, self.before = module, method, before
-
-    def forward(self, x: Tensor) -> Tensor:
-        return getattr(self.module, self.method)(self.module.get_submodule(self.before)(x))
-
-    def replaced(self, step: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:
-        """A view of the module, with ``others`` below it. Its ``before`` gives its input to ``step``, which replaces ``method``."""
-        before = Passed(self.module.get_submodule(self.before), Condition(()))
-        return view(self.module, {**others, self.before: before}, {("", self.method): step})
 
 
 class StandInMethod:
@@ -251,9 +224,25 @@ class StandInMethod:
                 vars(holder).update(vars(self.module) | self._own)
         return getattr(type(holder), self.method)(holder, *args, **kwargs)
 
-    def on(self, holder: nn.Module) -> StandInMethod:
+    def on(self, holder: nn.Module) -> "StandInMethod":
         """What replaces the method on ``holder``, a view of the module."""
         return self
+
+
+class Together(nn.Module):
+    """``method`` of a module behind its child ``before``."""
+
+    def __init__(self, module: nn.Module, method: str, before: str) -> None:
+        super().__init__()
+        self.module, self.method, self.before = module, method, before
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self.module, self.method)(self.module.get_submodule(self.before)(x))
+
+    def replaced(self, step: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:
+        """A view of the module, with ``others`` below it. Its ``before`` gives its input to ``step``, which replaces ``method``."""
+        before = Passed(self.module.get_submodule(self.before), Condition(()))
+        return view(self.module, {**others, self.before: before}, {("", self.method): step})
 
 
 class Fused(NamedTuple):
@@ -265,14 +254,14 @@ class Fused(NamedTuple):
 
 def put(model: nn.Module, fused: Fused) -> None:
     """Put modules in place under all names of the old ones, and methods on modules. For ``model`` itself, set its forward."""
-    methods = list[tuple[nn.Module, str, Callable[..., Any]]]()
-    methods += [(model.get_submodule(fqn), name, method) for (fqn, name), method in fused.methods.items()]
     old = {id(model.get_submodule(fqn)): module for fqn, module in fused.modules.items()}
+    methods: list[tuple[nn.Module, str, Callable[..., Any]]]
+    methods = [(model.get_submodule(fqn), name, method) for (fqn, name), method in fused.methods.items()]
+    if "" in fused.modules:
+        methods.append((model, "forward", fused.modules[""].forward))
     for parent, name, child in _children(model):
         if id(child) in old:
             parent._modules[name] = old[id(child)]
-    if "" in fused.modules:
-        methods.append((model, "forward", fused.modules[""].forward))
     for module, name, method in methods:
         vars(module).update({name: method, STANDS_FOR: (*vars(module).get(STANDS_FOR, (module,)), name)})
     for each in (*fused.modules.values(), *fused.methods.values()):

@@ -1,7 +1,5 @@
 """Kernels that take everything, made of PyTorch's operators, so that fused modules can be tested on any machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

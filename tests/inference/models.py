@@ -1,9 +1,8 @@
 """Small models of each kind, with weights that leave nothing at zero or one."""
 
-from __future__ import annotations
-
 import copy
 import functools
+import io
 from typing import Any
 
 import timm
@@ -89,8 +88,8 @@ def keeps_outputs(model: nn.Module, x: Tensor) -> Any:
     return report
 
 
-class Always(nn.Module):
-    """An active dropout, also in evaluation mode."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, 0.5, training=True)
+def saved(model: nn.Module) -> nn.Module:
+    """The model, pickled and read again."""
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
