@@ -1,7 +1,5 @@
 """Groups by dataflow: blocks, halves, rows of halves and gated ones; fused where they are the model itself too, and the way back."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -101,6 +99,12 @@ def test_each_part_is_fused_alone_and_held(called: list[str], kind: str, held: b
     assert flysurgery.restore(model) == 0
     assert_equal(model(x), before)
     assert not called
+
+
+def test_a_norm_that_norms_something_else_as_well_is_kept(called: list[str]) -> None:
+    crossing = attention(lambda self, x: attend(self, x) * self.norm(x.flip(-1)))
+    report = check_fused(ready(crossing, convert=False), tokens(), called)
+    assert {row.group: row.reason and row.reason.code for row in report.rows} == {"qkv": "calls", "attn_out": "no-residual"}
 
 
 def test_numbers_that_may_be_the_inputs_size_are_left(called: list[str]) -> None:
@@ -235,9 +239,3 @@ def test_on_a_gpu_models_keep_their_outputs(name: str, options: dict[str, Any], 
         flysurgery.optimize(model, x)
         with torch.no_grad():
             assert_equal(flysurgery.capture(model, x)(x), model(x))
-
-
-def test_a_norm_that_norms_something_else_as_well_is_kept(called: list[str]) -> None:
-    crossing = attention(lambda self, x: attend(self, x) * self.norm(x.flip(-1)))
-    report = check_fused(ready(crossing, convert=False), tokens(), called)
-    assert {row.group: row.reason and row.reason.code for row in report.rows} == {"qkv": "calls", "attn_out": "no-residual"}

@@ -1,10 +1,8 @@
 """On a GPU: calls that launch again what they launched before, beside a compiler too, and whole forwards as CUDA graphs."""
 
-from __future__ import annotations
-
 import copy
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -145,45 +143,22 @@ def litter() -> None:
     del kept
 
 
-def in_threads(*works: Callable[[], None]) -> None:
-    """Run all at once; what one of them raises is raised here."""
-    failed = list[BaseException]()
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            with torch.no_grad():
-                work()
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
-
-
 @pytest.mark.parametrize("own_streams", [False, True], ids=["one stream", "streams"])
 def test_threads_with_inputs_of_their_own(model: nn.Module, x: Tensor, own_streams: bool) -> None:
-    counts = (64, 1, 3, 17)
-    given = [x[:count] * (1 + count / 64) for count in counts]
+    given = [x[:count] * (1 + count / 64) for count in (64, 1, 3, 17)]
     expected = [anew(model, each) for each in given]
     torch.cuda.synchronize()
 
-    def calling(first: int) -> Callable[[], None]:
-        def work() -> None:
-            with torch.cuda.stream(torch.cuda.Stream()) if own_streams else nullcontext():
-                for turn in range(ROUNDS):
-                    which = (first + turn) % len(given)
-                    y = model(given[which])
-                    litter()
-                    assert_equal(y, expected[which])
+    def work(first: int) -> None:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()) if own_streams else nullcontext():
+            for turn in range(ROUNDS):
+                which = (first + turn) % len(given)
+                y = model(given[which])
+                litter()
+                assert_equal(y, expected[which])
 
-        return work
-
-    in_threads(*map(calling, range(4)))
+    with ThreadPoolExecutor(len(given)) as threads:
+        list(threads.map(work, range(len(given))))
 
 
 def test_writes_between_calls_on_several_streams(model: nn.Module, x: Tensor) -> None:
@@ -205,18 +180,12 @@ def test_writes_between_calls_on_several_streams(model: nn.Module, x: Tensor) ->
             assert_equal(y, expected)
 
 
-def layouts(x: Tensor) -> tuple[Tensor, ...]:
-    """The same images, laid out in other ways: channels last, at an odd address, with gaps, transposed."""
-    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x)
-    wide = torch.empty((*x.shape[:-1], 2 * x.shape[-1]), dtype=x.dtype, device=x.device)[..., ::2]
-    transposed = x.transpose(2, 3).contiguous().transpose(2, 3)
-    return x.to(memory_format=torch.channels_last), shifted.copy_(x), wide.copy_(x), transposed
-
-
 def test_inputs_of_any_layout(model: nn.Module, x: Tensor) -> None:
-    expected = anew(model, x)
+    expected, channels_last = anew(model, x), x.to(memory_format=torch.channels_last)
+    at_an_odd_address = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+    with_gaps = x.new_empty((*x.shape[:-1], 2 * x.shape[-1]))[..., ::2].copy_(x)
     for _ in range(3):
-        for each in layouts(x):
+        for each in (channels_last, at_an_odd_address, with_gaps, x.mT.contiguous().mT):
             assert_equal(model(each), expected)
     one = x[:1].expand_as(x)
     for _ in range(3):
@@ -241,27 +210,6 @@ def test_transforms_get_pytorchs_operators(model: nn.Module) -> None:
         assert tangents.count_nonzero()
 
 
-@pytest.fixture
-def tokens() -> Tensor:
-    return torch.randn((64, 17, 384), generator=torch.Generator().manual_seed(3)).cuda().half()
-
-
-@pytest.fixture
-def blocks(model: nn.Module, tokens: Tensor) -> Iterator[nn.Module]:
-    """The blocks of the small ViT, called three times."""
-    torch.compiler.reset()
-    blocks = model.get_submodule("blocks")
-    for _ in range(3):
-        blocks(tokens)
-    yield blocks
-    torch.compiler.reset()
-
-
-def test_exports_hold_pytorchs_operators(blocks: nn.Module, tokens: Tensor) -> None:
-    exported = torch.export.export(blocks, (tokens,), strict=False)
-    assert not any("flysurgery" in str(node.target) for node in exported.graph.nodes)
-
-
 def replace(blocks: nn.Module) -> None:
     layer: Any = blocks.get_submodule("1.attn.proj")
     layer.weight = nn.Parameter(2 * layer.weight, requires_grad=False)
@@ -277,9 +225,13 @@ def replace(blocks: nn.Module) -> None:
     ],
     ids=["scale", "replace", "hook"],
 )
-def test_compiled_blocks_give_what_they_give_by_themselves(
-    blocks: nn.Module, tokens: Tensor, mode: str, change: Callable[[nn.Module], object]
-) -> None:
+def test_compiled_blocks_give_what_they_give_by_themselves(model: nn.Module, mode: str, change: Callable[[nn.Module], object]) -> None:
+    blocks, tokens = model.get_submodule("blocks"), torch.randn((64, 17, 384), generator=torch.Generator().manual_seed(3)).cuda().half()
+    for _ in range(3):
+        blocks(tokens)
+    exported = torch.export.export(blocks, (tokens,), strict=False)
+    assert not any("flysurgery" in str(node.target) for node in exported.graph.nodes)
+    torch.compiler.reset()
     run = torch.compile(blocks, mode=mode)
     for _ in range(4):
         assert_equal(run(tokens), blocks(tokens))
@@ -287,6 +239,7 @@ def test_compiled_blocks_give_what_they_give_by_themselves(
     for _ in range(4):
         expected = blocks(tokens)
         assert_equal(run(tokens), expected)
+    torch.compiler.reset()
 
 
 def test_replays_give_what_the_model_gives() -> None:

@@ -1,6 +1,4 @@
-"""The gradient that a residual sum brings is added in the launch of the norm's gradient, and everything else stays."""
-
-from __future__ import annotations
+"""The gradient that a residual sum brings is added in the launch of the norm's gradient; whole steps in one captured graph."""
 
 import copy
 import gc
@@ -19,6 +17,7 @@ from flysurgery.ops import training
 from tests.inference.models import SMALL, images
 from tests.inference.test_optimize import VIT, build
 from tests.inference.test_training import distance, frozen, gradients, learning
+from tests.support.captured import checkpoint_each, races_of_steps, take_hidden_units
 
 pytestmark = pytest.mark.usefixtures("faster")
 
@@ -109,3 +108,23 @@ def test_a_failed_call_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     del given
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize(("convert", "use_reentrant"), [(False, None), (True, None), (True, False), (True, True)])
+def test_steps_wait_for_what_they_read(convert: bool, use_reentrant: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation of a captured graph waits for what it reads and for those that read what it overwrites."""
+    model = learning(convert=convert, embed_dim=64, num_heads=1, num_classes=10, init_values=0.5)
+    x = images(model, 4)
+    report = flysurgery.optimize(model, x, training=True)
+    assert {row.group for row in report.fused} == {"qkv", "attention", "attn_out", "ffn", "norm", "patches"}
+    if use_reentrant is not None:
+        checkpoint_each(model.get_submodule("blocks"), use_reentrant)
+    take_hidden_units(monkeypatch)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert races_of_steps(step, monkeypatch) == []
