@@ -115,11 +115,10 @@ def optimize(
     """Replace groups of layers by fused modules, in place, for inference on the device and in the dtype that the model has now.
 
     The groups are found by dataflow, in a trace of the forward pass: [LN -> q, k, v]; attention itself; [its output projection -> layer
-    scale -> residual]; [LN -> FFN -> layer scale -> residual]; and the patch embedding; for training also other layer norms. Layers
-    may be converted or dense. A feed-forward block may be gated (SwiGLU), by two layers or the halves of one, and may have a norm before
-    its last layer. Residual sums are fused in modules that compute nothing else: a block, one half of it, or many in a row. If ``model``
-    itself is one, it gets a fused forward. timm's models add position and tokens to the patches in a method; a method that is set on the
-    model fuses this with the patch embedding.
+    scale -> residual]; [LN -> FFN -> layer scale -> residual]; the patch embedding, with the method of timm's models that adds position
+    and tokens; for training also other layer norms. Layers may be converted or dense. A feed-forward block may be gated (SwiGLU), by two
+    layers or the halves of one, and may have a norm before its last layer. Residual sums are fused in modules that compute nothing else:
+    a block, one half of it, or many in a row. If ``model`` itself is one, it gets a fused forward.
 
     A group is fused if a kernel takes it and is faster than the model's own modules in a short measurement, at the example's number of
     samples, on CUDA in graphs. The report has the result for each group, or why it is not fused. Then the whole model is timed with and
@@ -132,9 +131,9 @@ def optimize(
     Outputs stay the same within rounding; names, state dict and calls stay the same. The model's own modules serve gradients,
     ``torch.func``'s transforms, autocast, training mode, hooks that are set later, modules that are replaced or get another forward later,
     and arguments other than those of the trace. Fused modules run under ``torch.no_grad`` or ``torch.inference_mode``. Code that
-    ``torch.compile`` makes calls them from Python, so ``fullgraph=True`` raises.
+    ``torch.compile`` makes calls them from Python, so ``fullgraph=True`` raises. Weights may be changed, loaded, moved and retyped;
+    ``flysurgery.ops.forget_derived`` lists the writes after which to call it.
 
-    Weights may be changed, loaded, moved and retyped; ``flysurgery.ops.forget_derived`` lists the writes after which to call it.
     With ``training`` the fused modules run where gradients are enabled, in training mode as well, and calls without gradients go to the
     model's own modules. Each group is timed forward and backward, under the autocast around this call. A group keeps one or two
     activations, and the residual stream between blocks has autocast's dtype. Norms outside of groups are fused too, except those whose
