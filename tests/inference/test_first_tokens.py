@@ -152,7 +152,7 @@ def test_calls_unlike_the_example_and_what_a_forward_writes(tokens: list[int]) -
     before = fused.calls
     fused(images(3))
     assert tokens == FIRST and fused.calls == before + 1
-    assert str(inspect.signature(fused.forward)) == "(x: 'Tensor') -> 'Tensor'"
+    assert [*inspect.signature(fused.forward).parameters] == ["x"]
     wide: Any = model(dynamic_img_size=True)
     flysurgery.optimize(wide, images(2))
     tokens.clear()
