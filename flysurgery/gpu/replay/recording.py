@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,7 +43,7 @@ class Launch:
 
 
 class Recording:
-    """The record of one call.
+    """A block whose launches by this thread are recorded.
 
     Attributes:
         complete: false once the call did anything other than launches, so that launches alone cannot repeat it.
@@ -60,6 +59,13 @@ class Recording:
         self.constants: list[Tensor] = []
         self._operands = [(operand, _version(operand)) for operand in operands]
         self._memory: dict[int, tuple[StorageWeakRef, int, int]] = {}  # by storage, whose id stays unique while it is referenced
+
+    def __enter__(self) -> Recording:
+        _present.recording = self
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        _present.recording = None
 
     def make(self, tensor: Tensor) -> None:
         """Record an allocation, which launches fill before anything reads it."""
@@ -104,16 +110,6 @@ _present = _Present()
 def present_recording() -> Recording | None:
     """The recording that is active in this thread."""
     return _present.recording
-
-
-@contextmanager
-def record_launches(operands: Sequence[Tensor]) -> Iterator[Recording]:
-    """Record in the block what this thread does with these operands."""
-    recording = _present.recording = Recording(operands)
-    try:
-        yield recording
-    finally:
-        _present.recording = None
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from math import prod
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from flysurgery.gpu.kernel import current_device, current_stream
-from flysurgery.gpu.replay.launch_again import Repeated
-from flysurgery.gpu.replay.recording import Recording, present_recording, record_launches
+from flysurgery.gpu.kernel import Kernel, Series, current_device, current_stream
+from flysurgery.gpu.replay.recording import Address, Recording, present_recording
+from flysurgery.gpu.tensor_map import WORDS, Boxes
 from flysurgery.gpu.uncounted_writes import Trust
 from flysurgery.torch_state import is_tracing, tf32_allowed
 
 _REMEMBERED = 64
+_ALIGNMENT = 512  # that of PyTorch's allocator
 Result = TypeVar("Result")
 _Key = tuple[object, ...]
 
@@ -32,7 +34,7 @@ class Repeating:
     """
 
     def __init__(self) -> None:
-        self._known: tuple[_Parameters | None, dict[_Key, Repeated | None]] = None, {}
+        self._known: tuple[_Parameters | None, dict[_Key, _Repeated | None]] = None, {}
 
     def __getstate__(self) -> dict[str, object]:
         return vars(Repeating())
@@ -49,7 +51,7 @@ class Repeating:
         try:  # another thread may clear them
             repeated = calls[key]
         except KeyError:
-            return self._noted(run, parameters, calls, key, operands)
+            return _noted(run, parameters, calls, key, operands)
         return run(*operands) if repeated is None else repeated(*operands)
 
     def forget_changed(self) -> None:
@@ -58,37 +60,14 @@ class Repeating:
         if parameters is not None and not parameters.same():
             self._known = None, {}
 
-    def _noted(
-        self,
-        run: Callable[..., Result],
-        parameters: _Parameters,
-        calls: dict[_Key, Repeated | None],
-        key: _Key,
-        operands: tuple[Tensor, ...],
-    ) -> Result:
-        """Call ``run(*operands)``, and store the recording of its launches."""
-        with ExitStack() as outside:
-            if torch.is_inference_mode_enabled():  # tensors do not count writes in this mode
-                outside.enter_context(torch.inference_mode(False))
-                outside.enter_context(torch.no_grad())
-            with record_launches(operands) as recording:
-                result = run(*operands)
-        if len(calls) >= _REMEMBERED:
-            calls.clear()
-        if not recording.changed:  # otherwise the next call is the first that can be repeated
-            calls[key] = _repeated(recording, len(operands), result, parameters)
-        return result
-
 
 _holding: WeakValueDictionary[int, Repeating] = WeakValueDictionary()
 
 
 def forget_moved() -> None:
     """Discard recordings whose parameters have changed since, and with them the memory that these left and what was packed from it."""
-    for reference in _holding.valuerefs():
-        repeating = reference()
-        if repeating is not None:
-            repeating.forget_changed()
+    for repeating in [*_holding.values()]:
+        repeating.forget_changed()
 
 
 def _repeatable(operands: tuple[Tensor, ...]) -> bool:
@@ -114,14 +93,28 @@ def _key(operands: tuple[Tensor, ...]) -> _Key:
     return current_stream(x.device.index), torch.is_grad_enabled(), tf32, *looks
 
 
-def _repeated(recording: Recording, operands: int, result: object, parameters: _Parameters) -> Repeated | None:
-    """The launches of a call; None where it did anything else."""
-    address = recording.address_of(result) if isinstance(result, Tensor) else None
-    if address is None or not isinstance(result, Tensor) or not recording.complete or not parameters.have(recording.sources):
-        return None
-    written = {each.memory for launch in recording.launches for each in launch.addresses}
-    made = address.memory >= operands and address.memory in written and recording.made[address.memory - operands].dtype == result.dtype
-    return Repeated(recording, operands, result, address) if made else None
+def _noted(
+    run: Callable[..., Result], parameters: _Parameters, calls: dict[_Key, _Repeated | None], key: _Key, operands: tuple[Tensor, ...]
+) -> Result:
+    """Call ``run(*operands)``, and store the recording of its launches; None where it did anything else."""
+    with ExitStack() as outside:
+        if torch.is_inference_mode_enabled():  # tensors do not count writes in this mode
+            outside.enter_context(torch.inference_mode(False))
+            outside.enter_context(torch.no_grad())
+        recording = outside.enter_context(Recording(operands))
+        result = run(*operands)
+    if len(calls) >= _REMEMBERED:
+        calls.clear()
+    if recording.changed:  # the next call is the first that can be repeated
+        return result
+    address, repeated = recording.address_of(result) if isinstance(result, Tensor) else None, None
+    if address is not None and isinstance(result, Tensor) and recording.complete and parameters.have(recording.sources):
+        written = {each.memory for launch in recording.launches for each in launch.addresses}
+        made = address.memory - len(operands)
+        if made >= 0 and address.memory in written and recording.made[made].dtype == result.dtype:
+            repeated = _Repeated(recording, len(operands), result, address)
+    calls[key] = repeated
+    return result
 
 
 class _Parameters:
@@ -160,3 +153,81 @@ class _Parameters:
             [tensor.stride() for tensor in tensors],
             [tensor.requires_grad for tensor in tensors],
         )
+
+
+class _Repeated:
+    """The launches of a call, for other operands. All tensors between the launches share one piece of memory.
+
+    Addresses are offsets from an operand, from that piece, or from the result, in this order.
+
+    Args:
+        recording: a complete one.
+        operands: how many there are.
+        result: the result of the call.
+        address: where it lies in memory that the call allocated.
+    """
+
+    def __init__(self, recording: Recording, operands: int, result: Tensor, address: Address) -> None:
+        made = recording.made[address.memory - operands]
+        whole = result.is_contiguous() and result.numel() == prod(made.shape)
+        self._shape, self._dtype = result.shape if whole else made.shape, made.dtype
+        self._view = None if whole else (result.shape, result.stride(), address.offset // result.element_size())
+        between, self._bytes = _between(recording, operands, address.memory)
+        starts = {number: Address(number, 0) for number in range(operands)}
+        starts |= {memory: Address(operands, start) for memory, start in between.items()} | {address.memory: Address(operands + 1, 0)}
+
+        def placed(address: Address) -> Address:
+            base, start = starts[address.memory]
+            return Address(base, start + address.offset)
+
+        self._constants = recording.constants  # whose addresses stay the same
+        self._words = list[int]()
+        self._addresses, self._maps = list[tuple[int, Address]](), list[tuple[int, Address, Boxes]]()
+        launches = list[tuple[Kernel, tuple[int, ...], bool, int]]()
+        for launch in recording.launches:
+            launches.append((launch.kernel, launch.sizes, launch.early, len(self._words)))
+            for argument in launch.arguments:
+                word = len(self._words)
+                if isinstance(argument, Address):
+                    self._addresses.append((word, placed(argument)))
+                elif isinstance(argument, Boxes):
+                    self._maps.append((word, placed(argument.at), argument))
+                self._words += [0] * WORDS if isinstance(argument, Boxes) else [argument if isinstance(argument, int) else 0]
+        self._series = Series(launches, len(self._words))
+
+    def __call__(self, *operands: Tensor) -> Tensor:
+        """Launch them on the current stream."""
+        device = operands[0].device
+        result = torch.empty(self._shape, dtype=self._dtype, device=device)
+        between = torch.empty(self._bytes, dtype=torch.uint8, device=device) if self._bytes else result
+        bases = [tensor.data_ptr() for tensor in (*operands, between, result)]
+        words = self._words.copy()
+        for word, (base, offset) in self._addresses:
+            words[word] = bases[base] + offset
+        for word, (base, offset), boxes in self._maps:
+            words[word : word + WORDS] = boxes.words(bases[base] + offset)
+        self._series(current_stream(device.index), *words)
+        return result if self._view is None else result.as_strided(*self._view)
+
+
+def _between(recording: Recording, operands: int, result: int) -> tuple[dict[int, int], int]:
+    """The offsets, in one piece of memory, of all that the call allocated besides its result, and the size of that piece.
+
+    Memory that no later launch reads is used again for what a later launch writes.
+    """
+    used: dict[int, list[int]] = {}
+    for number, launch in enumerate(recording.launches):
+        for address in launch.addresses:
+            used.setdefault(address.memory, []).append(number)
+    starts, taken = dict[int, int](), list[tuple[int, int, range]]()
+    for memory, (first, *others) in used.items():
+        if memory < operands or memory == result:
+            continue
+        made, last, start = recording.made[memory - operands], max(others, default=first), 0
+        size = -(-prod(made.shape) * made.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        for begun, ended, there in sorted(taken, key=lambda each: each[2].start):
+            if begun <= last and first <= ended and there.start < start + size and start < there.stop:
+                start = there.stop
+        starts[memory] = start
+        taken.append((first, last, range(start, start + size)))
+    return starts, max((there.stop for _, _, there in taken), default=0)
