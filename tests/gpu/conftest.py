@@ -85,7 +85,7 @@ class EmulatedProduct:
 @pytest.fixture(scope="session")
 def cpu_operators() -> Iterator[None]:
     """The registered operators, on the CPU as well."""
-    importlib.import_module("flysurgery.gpu.operators")  # which registers them
+    importlib.import_module("flysurgery.gpu.gradients")  # which registers them
     library = torch.library.Library("flysurgery", "IMPL")
     kernels = {
         "ks_linear": multiplication.run_product,

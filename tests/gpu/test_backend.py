@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.gpu import device, product
 from flysurgery.gpu import kernel as kernels
+from flysurgery.gpu.gradients import check_operands
 from flysurgery.gpu.kernel import Kernel, Parameters
-from flysurgery.gpu.operators import check_operands
 from flysurgery.ops import BACKENDS, Problem, ks_linear
 from flysurgery.ops.backend import problem_of
 from flysurgery.ops.backends import cuda as cuda_backend

@@ -6,7 +6,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-import flysurgery.gpu.operators  # noqa: F401 - registers them
 from flysurgery.gpu.device import device_obstacle, shared_limit_of
 from flysurgery.gpu.fused_linear import fused_reason
 from flysurgery.gpu.gradients import EagerLinear
