@@ -1,7 +1,5 @@
 """Whether parameters may have been written to without PyTorch's counting it, by an optimizer or by whoever trains without one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -69,29 +67,22 @@ def doubt_trained(parameters: Sequence[Tensor]) -> None:
         _Moments.steps = _tick()
 
 
-def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    if not _compiled_and_counted(optimizer):
-        _mark_step(optimizer, True)  # pyright: ignore[reportCallIssue] - the decorator's annotation
+def _note_step(optimizer: Optimizer, stepping: bool) -> None:
+    """Before and after a step: an optimizer's own hooks, which come between, may run the model.
 
-
-def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    if not _compiled_and_counted(optimizer):
-        _mark_step(optimizer, False)  # pyright: ignore[reportCallIssue]
-
-
-def _compiled_and_counted(optimizer: Optimizer) -> bool:
-    """Whether a compiler traces this, whose graph ``_mark_step`` would break, and PyTorch counts what the optimizer writes."""
-    return torch.compiler.is_compiling() and not any(group.get("fused") for group in optimizer.param_groups)
+    Not where a compiler traces the step, whose graph ``_mark_step`` would break, and PyTorch counts what the optimizer writes.
+    """
+    if not torch.compiler.is_compiling() or any(group.get("fused") for group in optimizer.param_groups):
+        _mark_step(optimizer, stepping)  # pyright: ignore[reportCallIssue] - the decorator's annotation
 
 
 @torch.compiler.disable
 def _mark_step(optimizer: Optimizer, stepping: bool) -> None:
-    """Before and after a step: an optimizer's own hooks, which come between, may run the model."""
     _Moments.stepping = stepping
     ids = _Moments.held[optimizer] = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     _Moments.steps = _tick()
     _Moments.written.update(dict.fromkeys(ids, _Moments.now))
 
 
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _note_step(optimizer, True))
+register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _note_step(optimizer, False))

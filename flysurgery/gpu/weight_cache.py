@@ -1,12 +1,10 @@
 """Tensors computed from parameters, such as packed weights, kept until the parameters change or die, and those that graphs read."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,6 +17,7 @@ from flysurgery.gpu.uncounted_writes import Trust, doubt
 from flysurgery.torch_state import without_autocast
 
 Stamp = tuple[object, ...]
+_Key = tuple[int, int, Hashable]
 
 
 @dataclass
@@ -27,21 +26,16 @@ class _Entry:
     stamps: list[Stamp]  # of the sources, when the tensors were made
     trust: Trust
     tensors: tuple[Tensor, ...]
-    ready: torch.cuda.Event | None
+    ready: torch.cuda.Event | None = None
     streams: set[int] = field(default_factory=set)
     captured: bool = False
 
 
-_Key = tuple[int, int, Hashable]
 _entries: dict[_Key, _Entry] = {}
 
 
 def derived(
-    token: Hashable,
-    sources: tuple[Tensor, ...],
-    make: Callable[[], tuple[Tensor, ...]],
-    *,
-    inference: bool = False,
+    token: Hashable, sources: tuple[Tensor, ...], make: Callable[[], tuple[Tensor, ...]], *, inference: bool = False
 ) -> tuple[Tensor, ...]:
     """Give ``make()``, and remember it for these sources until one of them is written to, moved, retyped or freed.
 
@@ -62,13 +56,20 @@ def derived(
         make: must not alias the sources.
         inference: whether it is for an operator without gradients.
     """
+    return derived_for_launch(token, sources, make, inference=inference)[0]
+
+
+def derived_for_launch(
+    token: Hashable, sources: tuple[Tensor, ...], make: Callable[[], tuple[Tensor, ...]], *, inference: bool = True
+) -> tuple[tuple[Tensor, ...], bool]:
+    """The result of ``derived``, and whether it existed before the last queued kernel: then the next launch may begin early."""
     capturing = sources[0].is_cuda and torch.cuda.is_current_stream_capturing()
     taken = _present.taken if capturing else None
     follows = capturing and taken is None and (_present.trains or not inference)
     if capturing and any(source.is_inference() or (follows and source.requires_grad) for source in sources):
-        return _in_graph(sources, make)
+        return _in_graph(sources, make), False
     if any(map(Tensor.is_inference, sources)):
-        return make_to_keep(make, sources[0].device)
+        return make_to_keep(make, sources[0].device), False
     key = (sources[0].data_ptr(), len(sources), token)
     stamps: list[Stamp] = [(id(each), each.data_ptr(), each._version, each.dtype, each.shape, each.stride()) for each in sources]
     entry = _entries.get(key)
@@ -78,19 +79,19 @@ def derived(
         rely_on(entry.tensors, sources)
         if taken is not None:
             taken.add(entry.tensors, sources)
-        return entry.tensors
+        return entry.tensors, True
     if capturing:
-        return _in_graph(sources, make)
+        return _in_graph(sources, make), False
     if _present.trains:
         know(sources)
     trust, tensors = Trust(sources), make_to_keep(make, sources[0].device)
     if any(source.nbytes < source.untyped_storage().nbytes() for source in sources):
-        return tensors
+        return tensors, False
     captured = entry is not None and entry.captured
     if entry is not None and captured:
         tensors = _refresh(entry.tensors, tensors)
-    _entries[key] = _new_entry(key, sources, stamps, trust, tensors, captured=captured)
-    return tensors
+    _remember(key, _Entry((), stamps, trust, tensors, captured=captured), sources)
+    return tensors, False
 
 
 def derived_bytes(addresses: Collection[int]) -> int:
@@ -135,23 +136,17 @@ def make_to_keep(make: Callable[[], tuple[Tensor, ...]], device: torch.device) -
         return _make(make)
     mark_changed()
     caller = torch.cuda.current_stream(device)
-    made: Future[tuple[Tensor, ...]] = Future()
 
-    def work() -> None:
-        try:
-            with torch.cuda.device(device):
-                stream = torch.cuda.current_stream()
-                stream.wait_stream(caller)
-                tensors = _make(make)
-                caller.wait_stream(stream)
-            made.set_result(tensors)
-        except BaseException as error:
-            made.set_exception(error)
+    def work() -> tuple[Tensor, ...]:
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream()
+            stream.wait_stream(caller)
+            tensors = _make(make)
+            caller.wait_stream(stream)
+            return tensors
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    tensors = made.result()
+    with ThreadPoolExecutor(1) as another:
+        tensors = another.submit(work).result()
     for tensor in tensors:
         tensor.record_stream(caller)
     return tensors
@@ -175,21 +170,19 @@ def _refresh(old: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, 
     return old
 
 
-def _new_entry(
-    key: _Key, sources: tuple[Tensor, ...], stamps: list[Stamp], trust: Trust, tensors: tuple[Tensor, ...], *, captured: bool
-) -> _Entry:
+def _remember(key: _Key, entry: _Entry, sources: tuple[Tensor, ...]) -> None:
     def drop(reference: weakref.ref[UntypedStorage]) -> None:
-        entry = _entries.get(key)
-        if entry is not None and any(reference is own for own in entry.storages):
+        present = _entries.get(key)
+        if present is not None and any(reference is own for own in present.storages):
             _entries.pop(key, None)
 
-    storages = tuple(weakref.ref(source.untyped_storage(), drop) for source in sources)
-    if not sources[0].is_cuda:
-        return _Entry(storages, stamps, trust, tensors, None)
-    stream = torch.cuda.current_stream(sources[0].device)
-    ready = torch.cuda.Event()
-    ready.record(stream)
-    return _Entry(storages, stamps, trust, tensors, ready, {stream.cuda_stream}, captured)
+    entry.storages = tuple(weakref.ref(source.untyped_storage(), drop) for source in sources)
+    if sources[0].is_cuda:
+        stream = torch.cuda.current_stream(sources[0].device)
+        entry.ready = torch.cuda.Event()
+        entry.ready.record(stream)
+        entry.streams.add(stream.cuda_stream)
+    _entries[key] = entry
 
 
 def _order(entry: _Entry, capturing: bool) -> None:
@@ -204,21 +197,6 @@ def _order(entry: _Entry, capturing: bool) -> None:
     for tensor in entry.tensors:
         tensor.record_stream(stream)
     entry.streams.add(stream.cuda_stream)
-
-
-def derived_for_launch(
-    token: Hashable, sources: tuple[Tensor, ...], make: Callable[[], tuple[Tensor, ...]], *, inference: bool = True
-) -> tuple[tuple[Tensor, ...], bool]:
-    """The result of ``derived``, and whether it existed before the last queued kernel: then the next launch may begin early."""
-    changed = False
-
-    def noting() -> tuple[Tensor, ...]:
-        nonlocal changed
-        changed = True
-        return make()
-
-    tensors = derived(token, sources, noting, inference=inference)
-    return tensors, not changed
 
 
 class Taken:
