@@ -44,7 +44,7 @@ def _package(name: str) -> tuple[str, str, str | None]:
 
 def _driver() -> tuple[str, str | None]:
     from flysurgery.errors import BackendError
-    from flysurgery.gpu.bindings import cuda_module
+    from flysurgery.gpu.compile import cuda_module
 
     try:
         _, number = cuda_module("bindings.driver").cuDriverGetVersion()

@@ -1,7 +1,5 @@
 """Scaled dot-product attention in one launch, which reads q, k and v where they lie in memory, and its gradients in another."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, kernel_of, load_kernel
+from flysurgery.gpu.kernel import current_stream, float_bits, kernel_of, sized_kernel
 from flysurgery.gpu.modes import HALF_MODES, HALVES, macros
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.tensor_map import boxes
@@ -26,31 +24,27 @@ _BATCH = {"tf32": 13, "fp32": 8}
 _MOST_LAST = 8
 _FEWEST_TILES = 3
 """With separate last queries: a warpgroup that has multiplied such a tile takes another tile before its next one of these."""
+_MOST_BLOCKS = 396
+"""Three blocks for each multiprocessor of an H200, which all run at once. PyTorch's kernels, with larger blocks, take more."""
+_STEPS = 2  # of 16 keys, of a warp
+_MOST_WARPS = 8
+_TILE = 16  # queries of a block
+_SUMMING_WARPS = 15
+"""Of a block, each with room for the sums of a head: twelve of queries, and three that sum the gradients of the results."""
 
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Sizes of ``short_attention.cu`` for halves, ``attention.cu`` for float32, with heads of 64 features.
+    """Sizes of ``short_attention.cu`` for halves, ``attention.cu`` for float32, with heads of 64 features."""
 
-    Attributes:
-        mode: ``fp16``, ``bf16``, ``tf32`` or ``fp32``.
-        chunk: keys whose scores a thread has at once.
-        chunks: of a sequence.
-        rows: of a slot, which holds the queries, the keys or the values of a head.
-        tiles: of 64 queries.
-        slots: of the ring.
-        last: whether the last tile has so few queries that they are multiplied apart; halves only.
-    """
-
+    threads: ClassVar[int] = 32 * 16
     mode: str
-    chunk: int
-    chunks: int
-    rows: int
-    tiles: int
-    slots: int
-    last: bool
-
-    threads = 32 * 16
+    chunk: int  # keys whose scores a thread has at once
+    chunks: int  # of a sequence
+    rows: int  # of a slot, which holds the queries, the keys or the values of a head
+    tiles: int  # of 64 queries
+    slots: int  # of the ring
+    last: bool  # whether the last tile has so few queries that they are multiplied apart; halves only
 
     @property
     def kernel(self) -> str:
@@ -82,6 +76,7 @@ class RingAttention:
         return macros(self, batch=_BATCH.get(self.mode, 0), log_sums=log_sums)
 
 
+@lru_cache(maxsize=1024)
 def ring_attention(head: int, queries: int, keys: int, mode: str, shared_limit: int) -> RingAttention | str:
     """The sizes for heads of so many features, queries and keys, or the reason why no kernel takes them."""
     if head != _HEAD:
@@ -105,13 +100,6 @@ def _box_rows(rows: int) -> int:
 
 def _up(count: int, unit: int) -> int:
     return -(-count // unit) * unit
-
-
-_MOST_BLOCKS = 396
-"""Three blocks for each multiprocessor of an H200, which all run at once. PyTorch's kernels, with larger blocks, take more."""
-_STEPS = 2  # of 16 keys, of a warp
-_MOST_WARPS = 8
-_TILE = 16  # queries of a block
 
 
 def few_attention_obstacle(heads: int, queries: int, keys: int, head: int, dtype: torch.dtype) -> str | None:
@@ -154,10 +142,10 @@ def run_attention(
         BackendError: sizes that ``few_attention_obstacle`` or ``attention_obstacle`` tells beforehand, or the kernel does not launch.
     """
     (batch, heads, queries, head), keys, device_index = q.shape, k.shape[2], q.device.index
-    y = tokens_before_heads(q)
+    y = fresh((batch, queries, heads, head), q.dtype, q.device).transpose(1, 2)
     if y.numel() == 0:
         return y
-    sizes = None if few else _sizes(head, queries, keys, mode, shared_limit_of(device_index))
+    sizes = None if few else ring_attention(head, queries, keys, mode, shared_limit_of(device_index))
     obstacle = few_attention_obstacle(batch * heads, queries, keys, head, q.dtype) if few else sizes
     if isinstance(obstacle, str):
         raise BackendError(obstacle)
@@ -177,31 +165,21 @@ def run_attention(
     warps = -(-keys // (16 * _STEPS))
     bytes_of_warp = max(16 * _STEPS * (2 * head + 16), 4 * _TILE * (head + 8)) + 8 * _TILE
     launch = (-(-queries // _TILE), batch * heads, 1), (32 * warps, 1, 1), warps * bytes_of_warp
-    _few_kernel(head, q.dtype, warps, device_index).launch(*launch, stream, q, k, v, y, *strides, *numbers, float_bits(scale))
+    kernel = sized_kernel("few_attention", device_index, head=head, warps=warps, steps=_STEPS, mode=q.dtype)
+    kernel.launch(*launch, stream, q, k, v, y, *strides, *numbers, float_bits(scale))
     return y
-
-
-_SUMMING_WARPS = 15
-"""Of a block, each with room for the sums of a head: twelve of queries, and three that sum the gradients of the results."""
 
 
 @dataclass(frozen=True)
 class AttentionGradient:
-    """Sizes of ``attention_gradient.cu``, for heads of 64 features of halves.
-
-    Attributes:
-        mode: ``fp16`` or ``bf16``.
-        rows: of a slot, which holds the queries, the keys, the values or the gradients of a head.
-        tiles: of 64 rows.
-        heads: whose slots are in shared memory at once.
-    """
+    """Sizes of ``attention_gradient.cu``, for heads of 64 features of halves."""
 
     kernel: ClassVar[str] = "attention_gradient"
     threads: ClassVar[int] = 32 * 16
     mode: str
-    rows: int
-    tiles: int
-    heads: int
+    rows: int  # of a slot, which holds the queries, the keys, the values or the gradients of a head
+    tiles: int  # of 64 rows
+    heads: int  # whose slots are in shared memory at once
 
     @property
     def shared_bytes(self) -> int:
@@ -261,22 +239,8 @@ def parts_of_sums(batch: int, heads: int, device_index: int) -> int:
     return min(batch, max(1, multiprocessors_of(device_index) // heads))
 
 
-def tokens_before_heads(q: Tensor) -> Tensor:  # shape: (batch, heads, queries, head)
-    """An empty tensor of the shape of q, tokens before heads in memory."""
-    batch, heads, queries, head = q.shape
-    return fresh((batch, queries, heads, head), q.dtype, q.device).transpose(1, 2)
-
-
 def reads_in_place(part: Tensor) -> bool:
     """Whether the kernels read a tensor where it lies: features are adjacent, rows begin at multiples of 16 bytes, and none twice."""
     steps, unit = part.stride(), 16 // part.element_size()
     aligned = part.data_ptr() % 16 == 0 and all(step % unit == 0 for step in steps[:3])
     return aligned and steps[3] == 1 and all(step > 0 or size == 1 for step, size in zip(steps, part.shape, strict=True))
-
-
-_sizes = lru_cache(maxsize=1024)(ring_attention)
-
-
-@lru_cache(maxsize=64)
-def _few_kernel(head: int, dtype: torch.dtype, warps: int, device_index: int) -> Kernel:
-    return load_kernel("few_attention", macros(head=head, warps=warps, steps=_STEPS, mode=dtype), device_index)

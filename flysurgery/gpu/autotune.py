@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu.cubins import SERIALIZED_WARNING
+from flysurgery.gpu.compile import SERIALIZED_WARNING
 from flysurgery.gpu.device import device_obstacle, shared_limit_of
 from flysurgery.gpu.fused_configs import configs
 from flysurgery.gpu.fused_linear import KINDS, FusedLinear

@@ -1,7 +1,5 @@
 """Further branches of a CUDA graph that is being captured, for small launches that would hold up large ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import count

@@ -1,7 +1,5 @@
 """Where compiled kernels and autotuned choices are kept between processes."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A dense linear with its epilogue, ``residual + activation(scale * (x Wᵀ + bias))``, in one launch; also gated, and of patches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -30,7 +28,7 @@ def dense_obstacle(
     ``fast``: also where PyTorch's product, followed by separate launches for the epilogue, is faster. With narrower tiles x is read more
     often from the L2 cache. Float32 by pairs is faster than PyTorch in all cases.
     """
-    tile = _tiling(in_features, out_features, mode, device_index, gated)
+    tile = dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), gated)
     if isinstance(tile, str):
         return tile
     if not fast or mode == "fp32" or tile.columns > _NARROW:
@@ -61,8 +59,8 @@ def run_dense(
     y = fresh((x.shape[0], outputs), x.dtype, x.device)
     if x.shape[0] == 0:
         return y
-    tile, kernel, sizes = _launcher(x.shape[1], outputs, mode, activation, residual is not None, NO_PATCH, x.shape[0], device_index)
-    image, columns, early = _packed(tile, linear, scale)
+    tile, kernel, sizes = _launcher((*x.shape, outputs), mode, activation, residual is not None, device_index)
+    (image, columns), early = _packed(tile, linear, scale)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
     kernel.launch(*sizes, current_stream(device_index), x, image, columns, residual, y, x.shape[0], *strides, 0, early=early)
     return y
@@ -108,12 +106,10 @@ def run_dense_gated(
     y = fresh((rows, outputs // 2), x.dtype, x.device)
     if rows == 0:
         return y
-    tile, kernel, sizes = _launcher(in_features, outputs, mode, activation, False, NO_PATCH, rows, device_index, gated=True)
+    tile, kernel, sizes = _launcher((rows, in_features, outputs), mode, activation, False, device_index, gated=True)
 
     def make() -> tuple[Tensor, ...]:
-        weight, bias = (_in_turn(tile, parts, gate) if parts else None for parts in (weights, biases))
-        assert weight is not None
-        return pack_dense(tile, weight, bias, None)
+        return pack_dense(tile, _in_turn(tile, weights, gate), _in_turn(tile, biases, gate) if biases else None, None)
 
     image, columns = derived(("dense gated", tile, gate, len(biases)), (*weights, *biases), make, inference=True)
     kernel.launch(*sizes, current_stream(device_index), x, image, columns, None, y, rows, x.stride(0) * x.element_size(), 0, 0)
@@ -128,27 +124,18 @@ def _in_turn(tile: DenseTiling, parts: Sequence[Tensor], gate: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _launcher(
-    in_features: int,
-    out_features: int,
-    mode: str,
-    activation: str,
-    residual: bool,
-    patch: Patch,
-    rows: int,
-    device_index: int,
-    *,
-    gated: bool = False,
+    sizes: tuple[int, int, int], mode: str, activation: str, residual: bool, device_index: int, patch: Patch = NO_PATCH, gated: bool = False
 ) -> tuple[DenseTiling, Kernel, Sizes]:
-    """The tiling for this many rows, its kernel, and the launch: blocks, threads and shared memory.
+    """The tiling for this many rows, inputs and outputs, its kernel, and the launch: blocks, threads and shared memory.
 
     Raises:
         BackendError: there is no tiling, or the kernel does not compile.
     """
-    tile = _tiling(in_features, out_features, mode, device_index, gated)
+    tile = dense_tiling(*sizes[1:], mode, shared_limit_of(device_index), gated)
     if isinstance(tile, str):
         raise BackendError(tile)
-    sizes = (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1), (32 * tile.warps, 1, 1), tile.shared_bytes
-    return tile, kernel_of(tile, device_index, activation, residual, patch), sizes
+    launch = (tile.blocks(sizes[0], multiprocessors_of(device_index)), 1, 1), (32 * tile.warps, 1, 1), tile.shared_bytes
+    return tile, kernel_of(tile, device_index, activation, residual, patch), launch
 
 
 def _launch_streamed(
@@ -162,31 +149,25 @@ def _launch_streamed(
 ) -> Tensor:
     rows, device_index = x.shape[0], x.device.index
     y = fresh((rows, tile.out_features), x.dtype, x.device)
-    image, columns, early = _packed(tile, linear, scale)
+    (image, columns), early = _packed(tile, linear, scale)
     kernel_of(tile, device_index, activation, residual is not None, NO_PATCH, moments is not None).launch(
         (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1),
         (32 * tile.warps, 1, 1),
         tile.shared_bytes,
         current_stream(device_index),
-        *(
-            boxes(x, tile.rows),
-            boxes(y if residual is None else residual, *tile.brought, swizzled=False),
-            boxes(y, *tile.fetched, swizzled=False),
-            image,
-            columns,
-            moments,
-            rows,
-        ),
+        boxes(x, tile.rows),
+        boxes(y if residual is None else residual, *tile.brought, swizzled=False),
+        boxes(y, *tile.fetched, swizzled=False),
+        *(image, columns, moments, rows),
         early=early,
     )
     return y
 
 
-def _packed(tile: DenseTiling, linear: Dense, scale: Tensor | None) -> tuple[Tensor, Tensor, bool]:
+def _packed(tile: DenseTiling, linear: Dense, scale: Tensor | None) -> tuple[tuple[Tensor, ...], bool]:
     """What ``pack_dense`` gives, and whether it existed before the last queued kernel."""
     token = ("dense linear", tile, linear.bias is None, scale is None)
-    packed, early = derived_for_launch(token, present(*linear, scale), lambda: pack_dense(tile, *linear, scale))
-    return *packed, early  # pyright: ignore[reportReturnType] - two tensors
+    return derived_for_launch(token, present(*linear, scale), lambda: pack_dense(tile, *linear, scale))
 
 
 def pack_dense(
@@ -211,16 +192,12 @@ def pack_dense(
     return torch.stack(images, dim=2).reshape(-1).view(torch.uint8), torch.stack((factor, shift))
 
 
-@lru_cache(maxsize=256)
-def _tiling(in_features: int, out_features: int, mode: str, device_index: int, gated: bool) -> DenseTiling | str:
-    return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), gated)
-
-
 @lru_cache(maxsize=1024)
 def streamed_for(rows: int, in_features: int, out_features: int, mode: str, device_index: int) -> StreamTiling | None:
     """The tiling of streaming weights; None where there is none, or too few rows to give every multiprocessor a tile."""
-    tile = _tiling(in_features, out_features, mode, device_index, False)
-    streamed = None if isinstance(tile, str) else stream_tiling(tile, shared_limit_of(device_index))
+    limit = shared_limit_of(device_index)
+    tile = dense_tiling(in_features, out_features, mode, limit)
+    streamed = None if isinstance(tile, str) else stream_tiling(tile, limit)
     return None if streamed is None or streamed.tiles(rows) < multiprocessors_of(device_index) else streamed
 
 
@@ -256,7 +233,7 @@ def run_patches(
     y = fresh((count, patch.prefix + patches, features), images.dtype, images.device)
     if rows == 0:
         return y
-    tile, kernel, sizes = _launcher(inputs, features, mode, "none", position is not None, patch, rows, device_index)
+    tile, kernel, sizes = _launcher((rows, inputs, features), mode, "none", position is not None, device_index, patch)
 
     def make() -> tuple[Tensor, ...]:
         added = [part for part in rows_of_image(position, prefix, patches) if part is not None]

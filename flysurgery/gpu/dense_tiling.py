@@ -1,8 +1,7 @@
 """How the dense kernels divide a layer among blocks: the weights stay in shared memory, or stream through it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 from flysurgery.gpu.modes import OfMode, macros
@@ -26,23 +25,16 @@ NO_PATCH = Patch(0, 0)
 
 @dataclass(frozen=True)
 class DenseTiling(OfMode):
-    """Sizes of ``kernels/dense_linear.cu``.
-
-    Attributes:
-        warps: of a block, 16 rows each; a multiple of four.
-        columns: outputs of a block, whose weights it keeps in shared memory.
-        stages: batches of x in shared memory, a warp.
-        gated: whether half of a block's outputs are a gate's, and half the value's at the same places.
-    """
+    """Sizes of ``kernels/dense_linear.cu``."""
 
     kernel: ClassVar[str] = "dense_linear"
     in_features: int
     out_features: int
     mode: str
-    warps: int
-    columns: int
-    stages: int
-    gated: bool = False
+    warps: int  # of a block, 16 rows each; a multiple of four
+    columns: int  # outputs of a block, whose weights it keeps in shared memory
+    stages: int  # batches of x in shared memory, a warp
+    gated: bool = False  # whether half of a block's outputs are a gate's, and half the value's at the same places
 
     @property
     def batch(self) -> int:
@@ -70,12 +62,17 @@ class DenseTiling(OfMode):
         tiles = self.out_features // self.columns
         return tiles * max(1, min(-(-rows // _UNIT), multiprocessors // tiles))
 
-    def defines(self, activation: str, residual: bool, patch: Patch = NO_PATCH) -> dict[str, int]:
-        """The macros that the kernel is compiled with; ``residual`` says whether one, or a position of patches, is added."""
+    def defines(self, activation: str, residual: bool, patch: Patch = NO_PATCH, moments: bool = False) -> dict[str, int]:
+        """The macros that the kernel is compiled with; ``residual`` says whether one, or a position of patches, is added.
+
+        Only the kernel whose weights stay reads patches; only the other one leaves moments.
+        """
         places = {"patch_high": patch.high, "patch_wide": patch.wide, "prefix": patch.prefix}
-        return macros(self, activation=activation, residual=residual, **places)
+        more = {"moments": moments} if isinstance(self, StreamTiling) else places
+        return macros(self, activation=activation, residual=residual, **more)
 
 
+@lru_cache(maxsize=1024)
 def dense_tiling(in_features: int, out_features: int, mode: str, shared_limit: int, gated: bool = False) -> DenseTiling | str:
     """The tiling for a layer, or why there is none: the widest column tile, to at most 128, beside which 12 warps keep 3 batches each.
 
@@ -124,10 +121,6 @@ class StreamTiling(DenseTiling):
 
     def blocks(self, rows: int, multiprocessors: int) -> int:
         return min(self.tiles(rows), multiprocessors // 2 * 2)
-
-    def defines(self, activation: str, residual: bool, patch: Patch = NO_PATCH, moments: bool = False) -> dict[str, int]:
-        assert patch == NO_PATCH  # which only the kernel whose weights stay reads
-        return macros(self, activation=activation, residual=residual, moments=moments)
 
 
 def stream_tiling(resident: DenseTiling, shared_limit: int) -> StreamTiling | None:

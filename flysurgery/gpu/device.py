@@ -1,17 +1,13 @@
 """What this machine can run: its GPU, its driver, its compiler."""
 
-from __future__ import annotations
-
 import functools
 
 import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu.bindings import cuda_module, nvrtc_version
 from flysurgery.gpu.cache_folder import folder_obstacle
-from flysurgery.gpu.compile import kernel_path
-from flysurgery.gpu.cubins import cubin_folder
+from flysurgery.gpu.compile import cubin_folder, cuda_module, kernel_path, nvrtc_version
 
 CAPABILITY = (9, 0)
 """That of H100 and H200, for which the kernels are written."""

@@ -1,15 +1,12 @@
 """Packs half-precision images in one launch, by a table, for weights that change at every step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
+from flysurgery.gpu.kernel import current_stream, sized_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS, HALVES, dtype_of
 
 _THREADS = 256
@@ -52,7 +49,7 @@ class Packer:
         table, sizes, starts = self._places
         images, device_index = torch.empty_like(table, dtype=dtype_of(self.mode)), table.device.index
         grid = (-(-len(table) // (_THREADS * _PER_THREAD)), 1, 1)
-        kernel = _kernel(len(sources), sources[0].dtype, images.dtype, device_index)
+        kernel = sized_kernel("gather", device_index, slots=len(sources), source=sources[0].dtype, target=images.dtype)
         kernel.launch(grid, (_THREADS, 1, 1), 0, current_stream(device_index), *sources, table, images, len(table), *starts)
         return torch.split_with_sizes(images, sizes)
 
@@ -77,8 +74,3 @@ class Packer:
                 table += digits * scale
             scale *= _BASE
         return tables
-
-
-@lru_cache(maxsize=256)
-def _kernel(slots: int, source: torch.dtype, target: torch.dtype, device_index: int) -> Kernel:
-    return load_kernel("gather", {"SLOTS": slots, "SOURCE": DTYPE_NUMBERS[source], "TARGET": DTYPE_NUMBERS[target]}, device_index)

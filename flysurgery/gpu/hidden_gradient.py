@@ -1,8 +1,5 @@
 """The hidden units of a feed-forward block of halves and their gradients, in one launch, for its backward pass."""
 
-from __future__ import annotations
-
-from functools import lru_cache
 from math import lcm
 
 import torch
@@ -10,8 +7,8 @@ from torch import Tensor
 
 from flysurgery.gpu.device import kernels_take, multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused_linear import packed
-from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
-from flysurgery.gpu.modes import HALF_MODES, macros
+from flysurgery.gpu.kernel import current_stream, sized_kernel
+from flysurgery.gpu.modes import HALF_MODES
 from flysurgery.gpu.tensor_map import boxes
 
 _ROWS, _COLUMNS, _BATCH, _THREADS = 128, 128, 64, 384
@@ -65,7 +62,8 @@ def run_hidden_gradient(
     """
     (rows, features), hidden, index = x.shape, image.shape[0] * _COLUMNS, x.device.index
     h, du = (x.new_empty(rows, hidden) for _ in range(2))
-    kernel, shared_bytes = _kernel(features, hidden, x.dtype, activation, index)
+    stages = _stages(hidden, index)
+    kernel = sized_kernel("hidden_gradient", index, features=features, hidden=hidden, mode=x.dtype, activation=activation, stages=stages)
     passes, tiles = -(-rows // (2 * _ROWS)), image.shape[0]
     blocks = 2 * min(passes * tiles, multiprocessors_of(index) // 2)
     parts = min(passes, lcm(blocks, tiles) // tiles)  # after so many passes a warp meets the same columns again
@@ -73,20 +71,12 @@ def run_hidden_gradient(
     kernel.launch(
         (blocks, 1, 1),
         (_THREADS, 1, 1),
-        shared_bytes,
+        stages * _SLOT_BYTES + 4 * hidden,
         current_stream(index),
         *(boxes(packed(x), _ROWS), boxes(packed(dy), _ROWS), image, bias, h, du, sums, rows, parts),
         early=True,
     )
     return h, du, sums
-
-
-@lru_cache(maxsize=64)
-def _kernel(features: int, hidden: int, dtype: torch.dtype, activation: str, device_index: int) -> tuple[Kernel, int]:
-    """The kernel, and its shared memory."""
-    stages = _stages(hidden, device_index)
-    defines = macros(features=features, hidden=hidden, mode=dtype, activation=activation, stages=stages)
-    return load_kernel("hidden_gradient", defines, device_index), stages * _SLOT_BYTES + 4 * hidden
 
 
 def _stages(hidden: int, device_index: int) -> int:

@@ -1,23 +1,19 @@
 """A kernel on a device: loaded once a process, launched on the caller's stream."""
 
-from __future__ import annotations
-
-import contextlib
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu.bindings import cuda_module
-from flysurgery.gpu.cubins import find_cubin
+from flysurgery.gpu.compile import cuda_module, find_cubin
 from flysurgery.gpu.modes import macros
 from flysurgery.gpu.replay.recording import present_recording
 from flysurgery.gpu.tensor_map import Boxes
@@ -30,67 +26,40 @@ ARCH = "sm_90a"
 """The architecture that kernels are compiled for, with wgmma and the copy engine."""
 
 _FREE_SHARED_BYTES = 48 * 1024
-_loaded: dict[tuple[object, ...], Kernel] = {}
-_loading: dict[tuple[object, ...], threading.Lock] = {}
 
 
-@lru_cache(maxsize=4096)
-def kernel_of(tile: Any, device_index: int, *options: object) -> Kernel:
-    """The kernel ``tile.kernel`` with the macros ``tile.defines(*options)``, loaded. Raises as ``load_kernel``."""
-    return load_kernel(tile.kernel, tile.defines(*options), device_index)
+class Parameters:
+    """The memory from which the driver reads a kernel's parameters: 8 bytes for each, more for a struct.
 
-
-@lru_cache(maxsize=1024)
-def rows_kernel(name: str, features: int, dtype: torch.dtype, device_index: int, activation: str = "none", **more: int) -> Kernel:
-    """A kernel of whole rows, with further macros."""
-    return load_kernel(name, macros(columns=features, mode=dtype, activation=activation, **more), device_index)
-
-
-def load_kernel(name: str, defines: Mapping[str, int | str], device_index: int) -> Kernel:
-    """Compile, or find compiled, and load the function of this name in the file of this name; the same object for the same arguments.
-
-    Keep the result instead of calling this for every launch: hashing the arguments costs more than the lookup saves.
-
-    Raises:
-        BackendError: the kernel does not compile, or the driver rejects it.
+    Args:
+        sizes: bytes of each parameter; up to 8, or whole words.
     """
-    key = (name, device_index, tuple(sorted(defines.items())))
-    with _loading.setdefault(key, threading.Lock()):  # one thread loads a kernel; others may load other kernels meanwhile
-        kernel = _loaded.get(key)
-        if kernel is None:
-            kernel = _loaded[key] = _load(name, defines, device_index)
-        return kernel
 
+    def __init__(self, sizes: Sequence[int]) -> None:
+        words = [ceil(size / 8) for size in sizes]
+        self._count, self._first = sum(words), [*accumulate(words[:-1], initial=0)]
+        self._words = (ctypes.c_int64 * self._count)()
+        self._pointers = self.pointers(ctypes.addressof(self._words))
+        self._pack = struct.Struct(f"{self._count}q").pack_into
 
-def _load(name: str, defines: Mapping[str, int | str], device_index: int) -> Kernel:
-    source = f"{name}.cu"
-    rejected: Exception | None = None
-    with torch.cuda.device(device_index), _outside_capture():
-        _make_context_current(device_index)
-        for refresh in (False, True):  # a file damaged in the cache folder is replaced
-            cubin = find_cubin(source, defines, arch=ARCH, name=name, refresh=refresh)
-            try:
-                return Kernel(cuda_module("core").ObjectCode.from_cubin(cubin, name=source), name, device_index)
-            except Exception as error:  # cuda-core's own error type is private
-                rejected = error
-    raise BackendError(f"the CUDA driver rejects kernel {source} for {ARCH}: {rejected}; update the driver") from rejected
+    def pointers(self, start: int) -> ctypes.Array[ctypes.c_void_p]:
+        """The addresses of the parameters, whose words begin at an address. Keep both objects."""
+        return (ctypes.c_void_p * len(self._first))(*(start + 8 * before for before in self._first))
 
-
-def _make_context_current(device_index: int) -> None:
-    """Set the driver's context for a thread that has not used the device yet; PyTorch's device guard does not."""
-    cuda_module("core").Device(device_index).set_current()
-
-
-@contextlib.contextmanager
-def _outside_capture() -> Iterator[None]:
-    """Let this thread load code while it captures a graph, which the driver refuses by default although it is safe."""
-    driver = cuda_module("bindings.driver")
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
-    try:
-        yield
-    finally:
-        driver.cuThreadExchangeStreamCaptureMode(before)
+    def fill(self, arguments: Sequence[Argument], name: str) -> int:
+        """Write the arguments, and give the address of the parameters' addresses."""
+        words = list[int]()
+        for argument in arguments:
+            if argument is None or isinstance(argument, int):
+                words.append(argument or 0)
+            elif isinstance(argument, Tensor):
+                words.append(argument.data_ptr())
+            else:
+                words += argument.words(argument.at.data_ptr())
+        if len(words) != self._count:
+            raise BackendError(f"kernel {name} takes {self._count} arguments, got {len(words)}")
+        self._pack(self._words, 0, *words)
+        return ctypes.addressof(self._pointers)
 
 
 class Kernel:
@@ -132,20 +101,20 @@ class Kernel:
             BackendError: the arguments are not as many as the kernel's parameters, or the driver refuses the launch.
         """
         if shared_bytes > self._shared_bytes:
-            self.allow_shared(shared_bytes)
+            self._allow_shared(shared_bytes)
         sizes = (*grid, *block, shared_bytes)
         recording = present_recording()
         if recording is not None:
             recording.launch(self, sizes, arguments, early)
         config = self._configs.get((sizes, early))
         if config is None:
-            config = self._configs[sizes, early] = launch_config(sizes, early)
+            config = self._configs[sizes, early] = _launch_config(sizes, early)
         with self._lock:  # the driver copies the parameters before it returns
             config.hStream = stream
             self.queue(config, self.parameters.fill(arguments, self.name))
 
     def queue(self, config: Any, address: int) -> None:
-        """Launch by a ``launch_config``, which no other thread may use meanwhile, with the parameters whose addresses lie there."""
+        """Launch by a ``_launch_config``, which no other thread may use meanwhile, with the parameters whose addresses lie there."""
         result = self._launch_as(config, self.function, address, 0)[0]
         if result != 0 and result.name == "CUDA_ERROR_INVALID_CONTEXT":
             _make_context_current(self.device_index)
@@ -157,8 +126,7 @@ class Kernel:
                 f"{config.sharedMemBytes} bytes shared memory"
             )
 
-    def allow_shared(self, shared_bytes: int) -> None:
-        """Raise the limit of dynamic shared memory."""
+    def _allow_shared(self, shared_bytes: int) -> None:
         driver = cuda_module("bindings.driver")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         result = driver.cuKernelSetAttribute(attribute, shared_bytes, self._kernel, driver.CUdevice(self.device_index))[0]
@@ -167,49 +135,6 @@ class Kernel:
                 f"kernel {self.name} needs {shared_bytes} bytes of shared memory a block, this device has less: {result.name}"
             )
         self._shared_bytes = shared_bytes
-
-
-def launch_config(sizes: tuple[int, ...], early: bool) -> Any:
-    """The driver's description of a launch, without its stream; ``sizes`` are grid, block and shared bytes."""
-    driver = cuda_module("bindings.driver")
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ, config.sharedMemBytes = sizes
-    if early:
-        value = driver.CUlaunchAttributeValue()
-        value.programmaticStreamSerializationAllowed = 1
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value = value
-        config.attrs, config.numAttrs = [attribute], 1
-    return config
-
-
-class Parameters:
-    """The memory from which the driver reads a kernel's parameters: 8 bytes for each, more for a struct.
-
-    Args:
-        sizes: bytes of each parameter; up to 8, or whole words.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        words = [ceil(size / 8) for size in sizes]
-        self.count = sum(words)
-        self.words = (ctypes.c_int64 * self.count)()
-        self._first = [*accumulate(words[:-1], initial=0)]
-        self._pointers = self.pointers(ctypes.addressof(self.words))
-        self._pack = struct.Struct(f"{self.count}q").pack_into
-
-    def pointers(self, start: int) -> ctypes.Array[ctypes.c_void_p]:
-        """The addresses of the parameters, whose words begin at an address. Keep both objects."""
-        return (ctypes.c_void_p * len(self._first))(*(start + 8 * before for before in self._first))
-
-    def fill(self, arguments: Sequence[Argument], name: str) -> int:
-        """Write the arguments, and give the address of the parameters' addresses."""
-        words = words_of(arguments)
-        if len(words) != self.count:
-            raise BackendError(f"kernel {name} takes {self.count} arguments, got {len(words)}")
-        self._pack(self.words, 0, *words)
-        return ctypes.addressof(self._pointers)
 
 
 class Series:
@@ -225,7 +150,7 @@ class Series:
         start = ctypes.addressof(self._table)
         self._pointers = [kernel.parameters.pointers(start + 8 * first) for kernel, _, _, first in launches]
         self._launches = [
-            (kernel, launch_config(sizes, early), ctypes.addressof(pointers))
+            (kernel, _launch_config(sizes, early), ctypes.addressof(pointers))
             for (kernel, sizes, early, _), pointers in zip(launches, self._pointers, strict=True)
         ]
         self._stream: int | None = None
@@ -244,17 +169,79 @@ class Series:
                 kernel.queue(config, pointers)
 
 
-def words_of(arguments: Sequence[Argument]) -> list[int]:
-    """The 64-bit integers that a launch takes for its arguments."""
-    words = list[int]()
-    for argument in arguments:
-        if argument is None or isinstance(argument, int):
-            words.append(argument or 0)
-        elif isinstance(argument, Tensor):
-            words.append(argument.data_ptr())
-        else:
-            words += argument.words(argument.at.data_ptr())
-    return words
+def _launch_config(sizes: tuple[int, ...], early: bool) -> Any:
+    """The driver's description of a launch, without its stream; ``sizes`` are grid, block and shared bytes."""
+    driver = cuda_module("bindings.driver")
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ, config.sharedMemBytes = sizes
+    if early:
+        value = driver.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value = value
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+@lru_cache(maxsize=4096)
+def kernel_of(tile: Any, device_index: int, *options: object) -> Kernel:
+    """The kernel ``tile.kernel`` with the macros ``tile.defines(*options)``, loaded. Raises as ``load_kernel``."""
+    return load_kernel(tile.kernel, tile.defines(*options), device_index)
+
+
+@lru_cache(maxsize=4096)
+def sized_kernel(name: str, device_index: int, **sizes: Hashable) -> Kernel:
+    """A kernel with the macros ``macros(**sizes)``, loaded. Raises as ``load_kernel``."""
+    return load_kernel(name, macros(**sizes), device_index)
+
+
+def rows_kernel(name: str, features: int, dtype: torch.dtype, device_index: int, activation: str = "none", **more: int) -> Kernel:
+    """A kernel of whole rows, with further macros."""
+    return sized_kernel(name, device_index, columns=features, mode=dtype, activation=activation, **more)
+
+
+_loaded: dict[tuple[object, ...], Kernel] = {}
+_loading: dict[tuple[object, ...], threading.Lock] = {}
+
+
+def load_kernel(name: str, defines: Mapping[str, int | str], device_index: int) -> Kernel:
+    """Compile, or find compiled, and load the function of this name in the file of this name; the same object for the same arguments.
+
+    Keep the result instead of calling this for every launch: hashing the arguments costs more than the lookup saves.
+
+    Raises:
+        BackendError: the kernel does not compile, or the driver rejects it.
+    """
+    key = (name, device_index, tuple(sorted(defines.items())))
+    with _loading.setdefault(key, threading.Lock()):  # one thread loads a kernel; others may load other kernels meanwhile
+        kernel = _loaded.get(key)
+        if kernel is None:
+            kernel = _loaded[key] = _load(name, defines, device_index)
+        return kernel
+
+
+def _load(name: str, defines: Mapping[str, int | str], device_index: int) -> Kernel:
+    source, driver, rejected = f"{name}.cu", cuda_module("bindings.driver"), None
+    with torch.cuda.device(device_index):
+        # The driver refuses by default to load code during a capture, although it is safe.
+        _, before = driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            _make_context_current(device_index)
+            for refresh in (False, True):  # a file damaged in the cache folder is replaced
+                cubin = find_cubin(source, defines, arch=ARCH, name=name, refresh=refresh)
+                try:
+                    return Kernel(cuda_module("core").ObjectCode.from_cubin(cubin, name=source), name, device_index)
+                except Exception as error:  # cuda-core's own error type is private
+                    rejected = error
+        finally:
+            driver.cuThreadExchangeStreamCaptureMode(before)
+    raise BackendError(f"the CUDA driver rejects kernel {source} for {ARCH}: {rejected}; update the driver") from rejected
+
+
+def _make_context_current(device_index: int) -> None:
+    """Set the driver's context for a thread that has not used the device yet; PyTorch's device guard does not."""
+    cuda_module("core").Device(device_index).set_current()
 
 
 def current_device() -> int:
@@ -286,26 +273,10 @@ def rows_and_stride(x: Tensor) -> tuple[int, int] | None:
     return rows, stride
 
 
-class Rows(NamedTuple):
-    """The layout of a matrix in memory: what a kernel needs besides its address."""
-
-    rows: int
-    stride: int  # elements
-    features: int
-    offset: int  # of the address, modulo 16 bytes
-    dtype: torch.dtype
-
-    def aligned(self, size: int) -> bool:
-        """Whether all rows begin at multiples of this many bytes, at most 16."""
-        return (self.offset | self.stride * self.dtype.itemsize) % size == 0
-
-
-def in_rows(x: Tensor) -> tuple[Tensor, Rows]:
-    """x, or a copy where its rows do not have one stride; and its layout."""
+def in_rows(x: Tensor) -> tuple[Tensor, int, int]:
+    """x, or a copy where its rows do not have one stride; and what ``rows_and_stride`` gives for it."""
     placed = rows_and_stride(x)
-    if placed is None:
-        return in_rows(x.clone(memory_format=torch.contiguous_format))
-    return x, Rows(*placed, x.shape[-1], x.data_ptr() % 16, x.dtype)
+    return in_rows(x.clone(memory_format=torch.contiguous_format)) if placed is None else (x, *placed)
 
 
 def float_bits(value: float) -> int:

@@ -1,7 +1,5 @@
 """Layer norm over the last dimension in one launch, and its gradients in another; by PyTorch where no kernel takes the rows."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -12,12 +10,14 @@ from flysurgery.gpu.device import kernels_take, multiprocessors_of
 from flysurgery.gpu.fused_linear import packed, readable
 from flysurgery.gpu.kernel import current_stream, float_bits, rows_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
+from flysurgery.gpu.parts import present
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.row_sums import sum_of_rows
 from flysurgery.gpu.weight_cache import derived
 
 _ROWS_OF_BLOCK = 8
 _MAX_COLUMNS = 4096
+_MOST_COLUMNS_OF_GRADIENT = 1024
 _VECTOR_BYTES = 16
 
 
@@ -37,10 +37,7 @@ def row_moments(
 
     Rows begin at multiples of 16 bytes. Here a row is one part; moments of several parts have one pair for each.
     """
-    moments = fresh((x.shape[0], 1, 2), torch.float32, x.device)
-    if x.shape[0]:
-        _launch(x, None, None, moments, 0.0, moments=True)
-    return moments
+    return _launched(x, None, None, 0.0, fresh((x.shape[0], 1, 2), torch.float32, x.device), moments=True)
 
 
 def run_layer_norm(
@@ -53,19 +50,16 @@ def run_layer_norm(
 
     Reads x and writes the result once; the weights may be of any dtype.
     """
-    rows, features = x.shape
-    y = fresh((rows, features), x.dtype, x.device)
-    if rows == 0:
+    y = fresh(x.shape, x.dtype, x.device)
+    if len(x) == 0:
         return y
-    x = readable(x)
-    sources = tuple(part for part in (weight, bias) if part is not None)
+    x, sources = readable(x), present(weight, bias)
 
     def make() -> tuple[Tensor, ...]:
-        return tuple(part.clone() for part in _wide(x, weight, bias) if part is not None)
+        return tuple(part.clone() for part in present(*_wide(x, weight, bias)))
 
     wide = derived(("layer norm", weight is None), sources, make, inference=True) if sources else (None, None)
-    _launch(x, wide[0], wide[1], y, eps)
-    return y
+    return _launched(x, wide[0], wide[1], eps, y)
 
 
 def present_norm(
@@ -78,11 +72,7 @@ def present_norm(
     if not kernels_take(x) or layer_norm_obstacle(x.shape[-1], x.dtype) is not None:
         own, shift = (None if each is None else each.to(x.dtype) for each in (weight, bias))
         return functional.layer_norm(x, x.shape[-1:], own, shift, eps)
-    y = x.new_empty(x.shape)
-    if x.shape[0]:
-        own, shift = _wide(x, weight, bias)
-        _launch(packed(x), own, shift, y, eps)
-    return y
+    return _launched(packed(x), *_wide(x, weight, bias), eps, x.new_empty(x.shape))
 
 
 def _wide(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -93,20 +83,15 @@ def _wide(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor
     return ones, torch.zeros_like(ones) if bias is None else packed(bias.detach().float())
 
 
-def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, eps: float, *, moments: bool = False) -> None:
-    device_index = x.device.index
-    vector = _vector_bytes(x.shape[1], x.dtype)
-    rows_kernel("layer_norm", x.shape[1], x.dtype, device_index, moments=moments, vector_bytes=vector).launch(
-        (-(-x.shape[0] // _ROWS_OF_BLOCK), 1, 1),
-        (32 * _ROWS_OF_BLOCK, 1, 1),
-        0,
-        current_stream(device_index),
-        *(x, weight, bias, y, x.shape[0], x.stride(0) * x.element_size(), float_bits(eps)),
-        early=True,  # it reads nothing before earlier kernels have ended
-    )
-
-
-_MOST_COLUMNS = 1024
+def _launched(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, y: Tensor, *, moments: bool = False) -> Tensor:
+    """y, filled by a launch; nothing is launched without rows."""
+    (rows, features), index = x.shape, x.device.index
+    if rows:
+        kernel = rows_kernel("layer_norm", features, x.dtype, index, moments=moments, vector_bytes=_vector_bytes(features, x.dtype))
+        grid, block = (-(-rows // _ROWS_OF_BLOCK), 1, 1), (32 * _ROWS_OF_BLOCK, 1, 1)
+        operands = x, weight, bias, y, rows, x.stride(0) * x.element_size(), float_bits(eps)
+        kernel.launch(grid, block, 0, current_stream(index), *operands, early=True)  # it reads nothing before earlier kernels have ended
+    return y
 
 
 class NormGradient(NamedTuple):
@@ -127,7 +112,7 @@ def norm_gradient(
 ) -> NormGradient:
     """The gradients of ``(x - mean) / sqrt(variance + eps) * weight + bias``; that of x plus ``beside``. Sums are float32 or wider."""
     rows, features = x.shape
-    if not kernels_take(x) or layer_norm_obstacle(features, x.dtype) is not None or features > _MOST_COLUMNS:
+    if not kernels_take(x) or layer_norm_obstacle(features, x.dtype) is not None or features > _MOST_COLUMNS_OF_GRADIENT:
         return _by_pytorch(x, gradient, weight, eps, beside)
     found, index = x.new_empty(x.shape), x.device.index
     vector = _vector_bytes(features, x.dtype)

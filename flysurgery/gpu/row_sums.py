@@ -1,7 +1,5 @@
 """Sums over rows: of a gradient alone, for a bias, or of what is left of it before an activation, which the same launch computes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -44,20 +42,13 @@ def activation_gradient(
     """
     if _has_kernel(u):
         return _launch(u, gradient, activation)
-    found, of_u = _BY_PYTORCH[activation](u, gradient)
+    if activation == "silu":
+        found, of_u = functional.silu(u), torch.ops.aten.silu_backward(gradient, u)
+    else:
+        approximate = {"gelu": "none", "gelu_tanh": "tanh"}[activation]
+        found, of_u = functional.gelu(u, approximate=approximate), torch.ops.aten.gelu_backward(gradient, u, approximate=approximate)
     u.copy_(found)
     return gradient.copy_(of_u).sum(0, keepdim=True, dtype=torch.promote_types(u.dtype, torch.float32))
-
-
-def _by_gelu(approximate: str, u: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    return functional.gelu(u, approximate=approximate), torch.ops.aten.gelu_backward(gradient, u, approximate=approximate)
-
-
-_BY_PYTORCH = {
-    "gelu": lambda u, gradient: _by_gelu("none", u, gradient),
-    "gelu_tanh": lambda u, gradient: _by_gelu("tanh", u, gradient),
-    "silu": lambda u, gradient: (functional.silu(u), torch.ops.aten.silu_backward(gradient, u)),
-}
 
 
 def _has_kernel(x: Tensor) -> bool:

@@ -1,17 +1,16 @@
 """One factor in one launch: ``y = x Kᵀ (+ bias)`` for any pattern."""
 
-from __future__ import annotations
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of
-from flysurgery.gpu.kernel import Kernel, Rows, Sizes, current_stream, in_rows, load_kernel
-from flysurgery.gpu.modes import in_halves, scaled_rows
+from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, in_rows, kernel_of
+from flysurgery.gpu.modes import HALVES, dtype_of, in_halves, scaled_rows
 from flysurgery.gpu.replay.recording import fresh
-from flysurgery.gpu.single_choice import candidates, single_reason
-from flysurgery.gpu.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling
+from flysurgery.gpu.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling, candidates, single_reason
 from flysurgery.patterns import Pattern
 
 
@@ -35,12 +34,9 @@ class SingleFactor:
         reason = single_reason(pattern, mode, shared_limit)
         if config is None and reason is not None:
             raise BackendError(reason)
-        self.pattern = pattern
-        self.mode = mode
-        self.tile = SingleTiling(pattern, mode, config or candidates(pattern, mode, shared_limit)[0])
-        self._vector, self._width = self.tile.x_vector, self.tile.element_bytes
-        self._out_features = pattern.out_features
-        self._launchers: dict[tuple[Rows, int], tuple[Kernel, Sizes, int]] = {}
+        self._tile = SingleTiling(pattern, mode, config or candidates(pattern, mode, shared_limit)[0])
+        self._vector = self._tile.x_vector
+        self._launcher = lru_cache(maxsize=1024)(self._find_launcher)
 
     def pack(
         self,
@@ -50,25 +46,23 @@ class SingleFactor:
 
         A piece is [residue][plane][k/8][output][8], the 16 inputs of a step in the order of the x fragment.
         """
-        tile, config = self.tile, self.tile.config
-        a, b, c, d = self.pattern.factor_shape
+        tile, config = self._tile, self._tile.config
+        a, b, c, d = tile.pattern.factor_shape
         ranges, outputs, chunks = tile.counts
         padding = (0, ranges * config.block_residues - d, 0, chunks * config.chunk - c, 0, outputs * config.block_outputs - b)
         padded = torch.nn.functional.pad(factor.detach(), padding)
-        # shape: (a, outputs, BN, chunks, KC, ranges, J)
-        tiled = padded.reshape(a, outputs, config.block_outputs, chunks, config.chunk, ranges, config.block_residues)
         # 16 inputs are q = 4t + 2h + e, or (h, e, t) where they interleave; slot k = 8h + 2t + e
-        steps = config.chunk // 16
-        split = tiled.reshape(
-            a, outputs, config.block_outputs, chunks, steps, *((2, 2, 4) if config.interleaved else (4, 2, 2)), ranges, -1
-        )
+        inputs = (chunks, config.chunk // 16, *((2, 2, 4) if config.interleaved else (4, 2, 2)))
+        split = padded.reshape(a, outputs, config.block_outputs, *inputs, ranges, config.block_residues)
         h, t, e = (5, 7, 6) if config.interleaved else (6, 5, 7)
         panels = split.permute(0, 8, 1, 3, 9, 4, h, 2, t, e)  # shape: (a, ranges, outputs, chunks, J, steps, 2, BN, 4, 2)
-        if self.mode in ("fp16", "bf16"):
-            dtype = torch.float16 if self.mode == "fp16" else torch.bfloat16
-            return _with_header(panels.to(dtype), torch.zeros(1, dtype=torch.int32, device=factor.device))
-        scaled, exponent = scaled_rows(panels.float().reshape(1, -1))
-        return _with_header(torch.stack(in_halves(scaled.view(panels.shape), tile.images), dim=5), exponent)
+        if tile.mode in HALVES:
+            planes, exponent = panels.to(dtype_of(tile.mode)), torch.zeros(1, dtype=torch.int32, device=factor.device)
+        else:
+            scaled, exponent = scaled_rows(panels.float().reshape(1, -1))
+            planes = torch.stack(in_halves(scaled.view(panels.shape), tile.images), dim=5)
+        header = torch.nn.functional.pad(exponent, (0, HEADER_BYTES // 4 - 1)).view(torch.uint8)
+        return torch.cat((header, planes.contiguous().reshape(-1).view(torch.uint8)))
 
     def run(
         self,
@@ -77,26 +71,17 @@ class SingleFactor:
         bias: Tensor | None = None,  # shape: (a*b*d,)
     ) -> Tensor:  # shape: (*batch, a*b*d)
         """Launch on the current stream. Rows of x may be strided, and may begin at any element; inputs that lie differently are copied."""
-        x, at = in_rows(x)
-        y = fresh((*x.shape[:-1], self._out_features), x.dtype, x.device)
-        if at.rows:
-            device = x.device.index
-            kernel, sizes, tiles = self._launcher(at, device)
-            kernel.launch(*sizes, current_stream(device), x, image, bias, y, at.rows, at.stride, tiles)
+        x, rows, stride = in_rows(x)
+        y = fresh((*x.shape[:-1], self._tile.pattern.out_features), x.dtype, x.device)
+        if rows:
+            device, width = x.device.index, x.element_size()
+            aligned = (x.data_ptr() | stride * width) % self._vector == 0
+            kernel, sizes, tiles = self._launcher(rows, self._vector if aligned else width, device)
+            kernel.launch(*sizes, current_stream(device), x, image, bias, y, rows, stride, tiles)
         return y
 
-    def _launcher(self, x: Rows, device_index: int) -> tuple[Kernel, Sizes, int]:
-        """The kernel for x of this layout, the sizes of its launch, and the tiles of rows that a block takes."""
-        found = self._launchers.get((x, device_index))
-        if found is None:
-            defines = self.tile.defines(self._vector if x.aligned(self._vector) else self._width)
-            kernel = load_kernel("single_factor", defines, device_index)
-            row_chunks, tiles = self.tile.row_chunks(x.rows, multiprocessors_of(device_index))
-            grid, block = (self.tile.groups * row_chunks, 1, 1), (self.tile.config.threads, 1, 1)
-            found = self._launchers[x, device_index] = kernel, (grid, block, self.tile.shared_bytes), tiles
-        return found
-
-
-def _with_header(planes: Tensor, exponent: Tensor) -> Tensor:
-    header = torch.nn.functional.pad(exponent, (0, HEADER_BYTES // 4 - 1)).view(torch.uint8)
-    return torch.cat((header, planes.contiguous().reshape(-1).view(torch.uint8)))
+    def _find_launcher(self, rows: int, x_vector: int, device_index: int) -> tuple[Kernel, Sizes, int]:
+        """The kernel for this many rows, the sizes of its launch, and the tiles of rows that a block takes."""
+        row_chunks, tiles = self._tile.row_chunks(rows, multiprocessors_of(device_index))
+        grid, block = (self._tile.groups * row_chunks, 1, 1), (self._tile.config.threads, 1, 1)
+        return kernel_of(self._tile, device_index, x_vector), (grid, block, self._tile.shared_bytes), tiles

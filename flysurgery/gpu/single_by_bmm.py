@@ -1,8 +1,7 @@
 """One factor by PyTorch's batched product of its dense blocks: for large blocks, whose arithmetic takes longer than moving x and y."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, gcd
 
 import torch
@@ -20,6 +19,14 @@ _VECTOR_BYTES = 16
 _SHORT_SIDE = 64
 _STEP = 16
 
+_LEAST_WEIGHT = {"fp16": 300, "bf16": 300, "tf32": 400}
+"""See ``batched_pays``. The fp32 grade has no entry: PyTorch's float32 product runs on the ordinary cores."""
+_LEAST_DENSE = {"fp16": 0, "bf16": 0, "tf32": 100}
+_FEWEST_ROWS = 192
+_MOST_RESIDUES = 64
+_ROW_STEP = 128
+_SCRATCH_MB = 256
+
 
 class Transposition:
     """Rows of ``matrices`` matrices of one size; each matrix is transposed and keeps its position in the row.
@@ -29,20 +36,7 @@ class Transposition:
 
     def __init__(self, matrices: int, slow: int, fast: int) -> None:
         self.matrices, self.slow, self.fast = matrices, slow, fast
-        self._launchers: dict[tuple[object, ...], tuple[Kernel, Sizes]] = {}
-
-    def defines(self, dtype: torch.dtype, aligned: bool) -> dict[str, int]:
-        """The macros that the kernel is compiled with; ``aligned``: addresses and strides are multiples of 16 bytes."""
-        widest = _VECTOR_BYTES // dtype.itemsize if aligned else 1
-        in_vector, out_vector = gcd(self.fast, widest), gcd(self.slow, widest)
-        elements = min(_LOADS * _THREADS * in_vector, _TILE_BYTES // dtype.itemsize)
-        short = _part(min(self.slow, self.fast), _SHORT_SIDE)
-        long = _part(max(self.slow, self.fast), elements // short)
-        tile_slow, tile_fast = (short, long) if self.slow < self.fast else (long, short)
-        whole = (tile_slow, tile_fast) == (self.slow, self.fast)
-        together = max(1, elements // (tile_slow * tile_fast)) if whole else 1
-        tile = {"tile_slow": tile_slow, "tile_fast": tile_fast, "together": together, "in_vector": in_vector, "out_vector": out_vector}
-        return macros(mode=dtype, matrices=self.matrices, slow=self.slow, fast=self.fast, **tile)
+        self._launcher = lru_cache(maxsize=1024)(self._find_launcher)
 
     def run(
         self,
@@ -53,32 +47,30 @@ class Transposition:
         """Write x transposed, plus the bias, on the current stream. Rows may be strided; their elements must be adjacent."""
         width, bias_address = x.element_size(), 0 if bias is None else bias.data_ptr()
         places = x.data_ptr() | out.data_ptr() | bias_address | x.stride(0) * width | out.stride(0) * width
-        key = (len(x), x.dtype, x.device.index, places % _VECTOR_BYTES == 0)
-        kernel, sizes = self._launchers.get(key) or self._launcher(*key)
+        kernel, sizes = self._launcher(len(x), x.dtype, x.device.index, places % _VECTOR_BYTES == 0)
         kernel.launch(*sizes, current_stream(x.device.index), x, bias, out, len(x), x.stride(0), out.stride(0))
 
-    def _launcher(self, rows: int, dtype: torch.dtype, device: int, aligned: bool) -> tuple[Kernel, Sizes]:
-        defines = self.defines(dtype, aligned)
-        kernel = load_kernel("transpose", defines, device)
-        tiles = ceil(self.slow / defines["TILE_SLOW"]) * ceil(self.fast / defines["TILE_FAST"])
-        grid = (tiles * ceil(rows * self.matrices / defines["TOGETHER"]), 1, 1)
-        found = self._launchers[rows, dtype, device, aligned] = kernel, (grid, (_THREADS, 1, 1), 0)
-        return found
+    def _find_launcher(self, rows: int, dtype: torch.dtype, device_index: int, aligned: bool) -> tuple[Kernel, Sizes]:
+        """The kernel and its launch; ``aligned``: addresses and strides are multiples of 16 bytes."""
+        widest = _VECTOR_BYTES // dtype.itemsize if aligned else 1
+        in_vector, out_vector = gcd(self.fast, widest), gcd(self.slow, widest)
+        elements = min(_LOADS * _THREADS * in_vector, _TILE_BYTES // dtype.itemsize)
+        short = _part(min(self.slow, self.fast), _SHORT_SIDE)
+        long = _part(max(self.slow, self.fast), elements // short)
+        tile_slow, tile_fast = (short, long) if self.slow < self.fast else (long, short)
+        whole = (tile_slow, tile_fast) == (self.slow, self.fast)
+        together = max(1, elements // (tile_slow * tile_fast)) if whole else 1
+        tile = {"tile_slow": tile_slow, "tile_fast": tile_fast, "together": together, "in_vector": in_vector, "out_vector": out_vector}
+        defines = macros(mode=dtype, matrices=self.matrices, slow=self.slow, fast=self.fast, **tile)
+        tiles = ceil(self.slow / tile_slow) * ceil(self.fast / tile_fast)
+        grid = (tiles * ceil(rows * self.matrices / together), 1, 1)
+        return load_kernel("transpose", defines, device_index), (grid, (_THREADS, 1, 1), 0)
 
 
 def _part(size: int, limit: int) -> int:
     """A side of a tile, of few parts that are nearly equal, in steps of 16 elements; all of it where it is within the limit."""
     parts = ceil(size / limit)
     return size if parts == 1 else ceil(size / parts / _STEP) * _STEP
-
-
-_LEAST_WEIGHT = {"fp16": 300, "bf16": 300, "tf32": 400}
-"""See ``batched_pays``. The fp32 grade has no entry: PyTorch's float32 product runs on the ordinary cores."""
-_LEAST_DENSE = {"fp16": 0, "bf16": 0, "tf32": 100}
-_FEWEST_ROWS = 192
-_MOST_RESIDUES = 64
-_ROW_STEP = 128
-_SCRATCH_MB = 256
 
 
 @dataclass(frozen=True)
@@ -121,8 +113,9 @@ class BatchedFactor:
 
     def __init__(self, pattern: Pattern, mode: str, config: BatchedConfig) -> None:
         a, b, c, d = pattern.factor_shape
-        self.pattern, self.mode = pattern, mode
-        self._scratch_elements = (config.scratch_mb << 20) // dtype_of(mode).itemsize
+        self._pattern, self._dtype = pattern, dtype_of(mode)
+        steps = (config.scratch_mb << 20) // self._dtype.itemsize // (_ROW_STEP * (pattern.in_features + pattern.out_features))
+        self._rows = _ROW_STEP * max(steps, 1)
         self._apart, self._together = Transposition(a, c, d), Transposition(a, d, b)
 
     def pack(
@@ -130,7 +123,7 @@ class BatchedFactor:
         factor: Tensor,  # shape: (a, b, c, d)
     ) -> Tensor:  # shape: (nnz,)
         """The blocks one after the other, in the dtype of the mode."""
-        return factor.detach().permute(0, 3, 1, 2).to(dtype_of(self.mode), copy=True).reshape(-1)
+        return factor.detach().permute(0, 3, 1, 2).to(self._dtype, copy=True).reshape(-1)
 
     def run(
         self,
@@ -139,27 +132,23 @@ class BatchedFactor:
         bias: Tensor | None = None,  # shape: (a*b*d,)
     ) -> Tensor:  # shape: (*batch, a*b*d)
         """As ``SingleFactor.run``. The padding of image and bias is ignored."""
-        y = x.new_empty((*x.shape[:-1], self.pattern.out_features))
+        y = x.new_empty((*x.shape[:-1], self._pattern.out_features))
         if x.numel() == 0:
             return y
-        a, b, c, d = self.pattern.factor_shape
+        a, b, c, d = self._pattern.factor_shape
         x, out = in_rows(x)[0].reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        own_bias, blocks = None if bias is None else bias[: y.shape[-1]], image[: self.pattern.nnz].view(a * d, b, c).mT
+        bias, blocks = None if bias is None else bias[: y.shape[-1]], image[: self._pattern.nnz].view(a * d, b, c).mT
         if d == 1:
-            _multiply(x, blocks, own_bias, out)
-        else:
-            self._by_pieces(x, blocks, own_bias, out)
-        return y
-
-    def _by_pieces(self, x: Tensor, blocks: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        steps = self._scratch_elements // (_ROW_STEP * (x.shape[1] + y.shape[1]))
-        piece = min(_ROW_STEP * max(steps, 1), len(x))
-        apart, products = x.new_empty((piece, x.shape[1])), y.new_empty((piece, y.shape[1]))
-        for part, out in zip(x.split(piece), y.split(piece), strict=True):
+            _multiply(x, blocks, bias, out)
+            return y
+        piece = min(self._rows, len(x))
+        apart, products = x.new_empty((piece, x.shape[1])), out.new_empty((piece, out.shape[1]))
+        for part, into in zip(x.split(piece), out.split(piece), strict=True):
             rows = len(part)
             self._apart.run(part, apart[:rows])
             _multiply(apart[:rows], blocks, None, products[:rows])
-            self._together.run(products[:rows], out, bias)
+            self._together.run(products[:rows], into, bias)
+        return y
 
 
 def _multiply(

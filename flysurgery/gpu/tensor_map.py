@@ -1,7 +1,5 @@
 """Describes a tensor of halves to the copy engine, which then loads boxes of it by one request each (sm_90a)."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu.bindings import cuda_module
+from flysurgery.gpu.compile import cuda_module
 
 WORDS = 16
 """64-bit integers of a tensor map, which a kernel takes as one struct."""

@@ -1,7 +1,5 @@
 """Multiplies two factors to a dense matrix, and computes the gradients of factors from the gradient of that matrix."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -60,32 +58,23 @@ def _gradients_by_kernel(dw: Tensor, factors: Sequence[Tensor], linears: int, ar
     device_index = dw.device.index
     left, right = architecture.patterns
     found = [torch.empty(factor.shape, dtype=torch.float32, device=dw.device) for factor in factors]
-    table = _table(tiles_of, architecture, device_index)
-    splits = _split(right.c), _split(left.b)
+    table = _table(_tiles, architecture, device_index)
+    # among how many warps of a block a sum is split
+    splits = [min(_WARPS, 1 << max(0, (terms // _TERMS_OF_WARP).bit_length() - 1)) for terms in (right.c, left.b)]
     blocks = [-(-rows // (_WARPS // split * _TILE)) for rows, split in zip((left.b, right.c), splits, strict=True)]
     operands = (*factors[::2], *factors[1::2], *found[::2], *found[1::2])
-    more = dict(zip(("LEFT_SPLIT", "RIGHT_SPLIT"), splits, strict=True))
+    more = {"LEFT_SPLIT": splits[0], "RIGHT_SPLIT": splits[1]}
     kernel = _kernel("factor_gradients", architecture, factors[0].dtype, linears, device_index, **more)
     grid = len(table), sum(blocks), linears
     kernel.launch(grid, (32 * _WARPS, 1, 1), 0, current_stream(device_index), dw.contiguous(), table, *operands)
     return found
 
 
-def _split(terms: int) -> int:
-    """Among how many warps of a block a sum is split."""
-    return min(_WARPS, 1 << max(0, (terms // _TERMS_OF_WARP).bit_length() - 1))
-
-
 @lru_cache(maxsize=256)
 def _kernel(name: str, architecture: Architecture, dtype: torch.dtype, linears: int, device_index: int, **more: int) -> Kernel:
-    return load_kernel(name, macros(architecture, dtype, linears) | more, device_index)
-
-
-def macros(architecture: Architecture, dtype: torch.dtype, linears: int) -> dict[str, int]:
-    """The macros that both kernels are compiled with."""
     sides = zip("LR", architecture.patterns, strict=True)
-    sizes = {f"{side}_{name}": size for side, p in sides for name, size in zip("ABCD", p.factor_shape, strict=True)}
-    return {**sizes, "LINEARS": linears, "MODE": DTYPE_NUMBERS[dtype]}
+    sizes = {f"{side}_{letter}": size for side, p in sides for letter, size in zip("ABCD", p.factor_shape, strict=True)}
+    return load_kernel(name, {**sizes, "LINEARS": linears, "MODE": DTYPE_NUMBERS[dtype], **more}, device_index)
 
 
 @lru_cache(maxsize=256)
@@ -95,7 +84,7 @@ def _table(make: Callable[[Architecture], list[Any]], architecture: Architecture
     return make_to_keep(lambda: (torch.tensor(make(architecture), dtype=torch.int32).to(device),), device)[0]
 
 
-def tiles_of(architecture: Architecture) -> list[list[int]]:
+def _tiles(architecture: Architecture) -> list[list[int]]:
     """The inner features of two factors by tiles of ``_TILE``, filled up with -1.
 
     Those of a tile lie in the same block of both factors and have the same residues there.
@@ -127,26 +116,27 @@ def _multiplied_by_kernel(factors: Sequence[Tensor], linears: int, dtype: torch.
     found = torch.empty((linears * architecture.out_features, architecture.in_features), dtype=dtype, device=factors[0].device)
     left, right = architecture.patterns
     grid = right.a * -(-right.c // _SIDE) * right.d, left.a * -(-left.b // _SIDE) * left.d, linears
-    operands = _table(shared_features, architecture, index), found, *factors[::2], *factors[1::2]
+    operands = _table(_shared_features, architecture, index), found, *factors[::2], *factors[1::2]
     kernel = _kernel("multiply_out", architecture, factors[0].dtype, linears, index, TARGET=DTYPE_NUMBERS[dtype])
     kernel.launch(grid, (_THREADS, 1, 1), 0, current_stream(index), *operands)
     return found
 
 
-def shared_features(architecture: Architecture) -> list[list[tuple[int, int, int]]]:
+def _shared_features(architecture: Architecture) -> list[list[tuple[int, int, int]]]:
     """The inner features that an output and an input share: the first, the step to the next, and how many.
 
     Outputs of one block and residue of the left factor share the same, and so do inputs of one block and residue of the right factor.
     """
     left, right = architecture.patterns
-    outputs = [_inner(left, left.c, block, residue) for block in range(left.a) for residue in range(left.d)]
-    inputs = [_inner(right, right.b, block, residue) for block in range(right.a) for residue in range(right.d)]
-    return [[_common(mine, theirs) for theirs in inputs] for mine in outputs]
+    inputs = _inner(right, right.b)
+    return [[_common(mine, theirs) for theirs in inputs] for mine in _inner(left, left.c)]
 
 
-def _inner(pattern: Pattern, size: int, block: int, residue: int) -> range:
-    start = block * size * pattern.d + residue
-    return range(start, start + size * pattern.d, pattern.d)
+def _inner(pattern: Pattern, size: int) -> list[range]:
+    """The inner features of each block and residue of a factor that has ``size`` of them in a block."""
+    a, _, _, d = pattern.factor_shape
+    starts = [block * size * d + residue for block in range(a) for residue in range(d)]
+    return [range(start, start + size * d, d) for start in starts]
 
 
 def _common(one: range, other: range) -> tuple[int, int, int]:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu import cache_folder, cubins
+from flysurgery.gpu import cache_folder
 from flysurgery.gpu import compile as compilation
-from flysurgery.gpu.compile import compile_cubin, cubin_key
-from flysurgery.gpu.cubins import cubin_folder, find_cubin
+from flysurgery.gpu.compile import compile_cubin, cubin_folder, cubin_key, find_cubin
 
 SOURCE = 'extern "C" __global__ void add(float* y) { y[threadIdx.x] += STEP * scale(threadIdx.x); }\n'
 HEADER = "__device__ float scale(int n) { return n * 2.0f; }\n"
@@ -39,7 +38,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(source)
         return compile_cubin(source, *arguments, **options)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(cubins, "compile_cubin", counted)
+    monkeypatch.setattr(compilation, "compile_cubin", counted)
     return seen
 
 
@@ -110,7 +109,7 @@ def test_a_slow_compilation_says_so(
     kernels: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for slow, steps in ((2.0, (1,)), (0.0, (2, 2))):
-        monkeypatch.setattr(cubins, "_SLOW_SECONDS", slow)
+        monkeypatch.setattr(compilation, "_SLOW_SECONDS", slow)
         for step in steps:
             find(step)
     (said,) = capsys.readouterr().err.splitlines()
