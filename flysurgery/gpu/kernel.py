@@ -1,5 +1,7 @@
 """A kernel on a device: loaded once a process, launched on the caller's stream."""
 
+from __future__ import annotations
+
 import ctypes
 import struct
 import threading
@@ -28,40 +30,6 @@ ARCH = "sm_90a"
 _FREE_SHARED_BYTES = 48 * 1024
 
 
-class Parameters:
-    """The memory from which the driver reads a kernel's parameters: 8 bytes for each, more for a struct.
-
-    Args:
-        sizes: bytes of each parameter; up to 8, or whole words.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        words = [ceil(size / 8) for size in sizes]
-        self._count, self._first = sum(words), [*accumulate(words[:-1], initial=0)]
-        self._words = (ctypes.c_int64 * self._count)()
-        self._pointers = self.pointers(ctypes.addressof(self._words))
-        self._pack = struct.Struct(f"{self._count}q").pack_into
-
-    def pointers(self, start: int) -> ctypes.Array[ctypes.c_void_p]:
-        """The addresses of the parameters, whose words begin at an address. Keep both objects."""
-        return (ctypes.c_void_p * len(self._first))(*(start + 8 * before for before in self._first))
-
-    def fill(self, arguments: Sequence[Argument], name: str) -> int:
-        """Write the arguments, and give the address of the parameters' addresses."""
-        words = list[int]()
-        for argument in arguments:
-            if argument is None or isinstance(argument, int):
-                words.append(argument or 0)
-            elif isinstance(argument, Tensor):
-                words.append(argument.data_ptr())
-            else:
-                words += argument.words(argument.at.data_ptr())
-        if len(words) != self._count:
-            raise BackendError(f"kernel {name} takes {self._count} arguments, got {len(words)}")
-        self._pack(self._words, 0, *words)
-        return ctypes.addressof(self._pointers)
-
-
 class Kernel:
     """One ``__global__`` function on one device."""
 
@@ -74,10 +42,9 @@ class Kernel:
         self._kernel = driver.CUkernel(int(kernel.handle))
         self.function = driver.CUfunction(int(kernel.handle))
         self._launch_as = driver.cuLaunchKernelEx
-        self.parameters = Parameters([size for _, size in kernel.arguments_info])
+        self.words = [ceil(size / 8) for _, size in kernel.arguments_info]  # of each parameter; a struct has whole ones
         self._shared_bytes = _FREE_SHARED_BYTES
-        self._configs: dict[tuple[tuple[int, ...], bool], Any] = {}
-        self._lock = threading.Lock()
+        self._launches: dict[tuple[tuple[int, ...], bool], Series] = {}
 
     def launch(
         self,
@@ -106,12 +73,20 @@ class Kernel:
         recording = present_recording()
         if recording is not None:
             recording.launch(self, sizes, arguments, early)
-        config = self._configs.get((sizes, early))
-        if config is None:
-            config = self._configs[sizes, early] = _launch_config(sizes, early)
-        with self._lock:  # the driver copies the parameters before it returns
-            config.hStream = stream
-            self.queue(config, self.parameters.fill(arguments, self.name))
+        words = list[int]()
+        for argument in arguments:
+            if argument is None or isinstance(argument, int):
+                words.append(argument or 0)
+            elif isinstance(argument, Tensor):
+                words.append(argument.data_ptr())
+            else:
+                words += argument.words(argument.at.data_ptr())
+        if len(words) != sum(self.words):
+            raise BackendError(f"kernel {self.name} takes {sum(self.words)} arguments, got {len(words)}")
+        series = self._launches.get((sizes, early))
+        if series is None:
+            series = self._launches[sizes, early] = Series([(self, sizes, early)])
+        series(stream, *words)
 
     def queue(self, config: Any, address: int) -> None:
         """Launch by a ``_launch_config``, which no other thread may use meanwhile, with the parameters whose addresses lie there."""
@@ -141,31 +116,33 @@ class Series:
     """Launches that follow each other and read their parameters from one table, which is written once for all.
 
     Args:
-        launches: each a kernel, its sizes, whether it begins early, and the word of the table where its parameters begin.
-        words: how many there are in the table.
+        launches: each a kernel, its sizes, and whether it begins early.
     """
 
-    def __init__(self, launches: Sequence[tuple[Kernel, tuple[int, ...], bool, int]], words: int) -> None:
-        self._table = (ctypes.c_int64 * words)()
+    def __init__(self, launches: Sequence[tuple[Kernel, tuple[int, ...], bool]]) -> None:
+        count = sum(sum(kernel.words) for kernel, _, _ in launches)
+        self._table, self._launches = (ctypes.c_int64 * count)(), list[tuple[Kernel, Any, int, Any]]()
         start = ctypes.addressof(self._table)
-        self._pointers = [kernel.parameters.pointers(start + 8 * first) for kernel, _, _, first in launches]
-        self._launches = [
-            (kernel, _launch_config(sizes, early), ctypes.addressof(pointers))
-            for (kernel, sizes, early, _), pointers in zip(launches, self._pointers, strict=True)
-        ]
+        for kernel, sizes, early in launches:
+            *places, start = accumulate((8 * words for words in kernel.words), initial=start)
+            pointers = (ctypes.c_void_p * len(places))(*places)  # which must live
+            self._launches.append((kernel, _launch_config(sizes, early), ctypes.addressof(pointers), pointers))
         self._stream: int | None = None
-        self._pack = struct.Struct(f"{words}q").pack_into
+        self._pack = struct.Struct(f"{count}q").pack_into
         self._lock = threading.Lock()
 
     def __call__(self, stream: int, *words: int) -> None:
-        """Queue the kernels on a stream. The device must be the current one. Raises as ``Kernel.launch``."""
+        """Queue the kernels on a stream. The device must be the current one. Raises as ``Kernel.launch``.
+
+        The driver copies the parameters before it returns.
+        """
         with self._lock:
             self._pack(self._table, 0, *words)
             if stream != self._stream:
-                for _, config, _ in self._launches:
+                for _, config, _, _ in self._launches:
                     config.hStream = stream
                 self._stream = stream
-            for kernel, config, pointers in self._launches:
+            for kernel, config, pointers, _ in self._launches:
                 kernel.queue(config, pointers)
 
 

@@ -1,46 +1,61 @@
-"""How the single-factor kernel tiles one pattern: a configuration, and the sizes and pitches that follow. Integers only."""
+"""How the single-factor kernel tiles one pattern: a configuration, the sizes that follow, and the choice by an estimate. Integers only."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil, gcd
 from typing import ClassVar
 
 from flysurgery.gpu.modes import OfMode, macros
 from flysurgery.patterns import Pattern
 
+HEADER_BYTES = 128
 _BANKS, _LANES = 32, 32
-Spans = Callable[..., list[tuple[int, int]]]
-"""What lane t of the four that share a row reads or writes of it, as ``(first byte, bytes)``."""
+_REGISTERS_BESIDE_TILES = 60
+_REGISTERS_OF_SCALING = 48
+_TILES_A_BLOCK = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+_SHARED_WEIGHT_BYTES = 24 << 20
+_PLANNED_ROWS = 25088
+_MAX_BLOCKS = 4
+_CANDIDATES = 12
+_DRAM_ACCESS = 64
+
+Spans = tuple[tuple[tuple[int, int], ...], ...]
+"""What each of the four lanes that share a row reads or writes of it, as ``(first byte, bytes)``."""
 
 
-def _read_spans(t: int, residue_warps: int, residues: int, interleaved: bool, element_bytes: int) -> list[tuple[int, int]]:
-    """Of a warp of the kernel that reads 16 inputs q."""
-    pitch = residue_warps * residues * element_bytes
+@lru_cache(maxsize=8192)
+def _pitch_of_x(chunk: int, residue_warps: int, residues: int, interleaved: bool, width: int) -> tuple[int, float]:
+    pitch, size = residue_warps * residues * width, -(-residues * width // 4) * 4
     if residue_warps == 1 and not interleaved:
-        return [(t * 4 * pitch, 4 * residues * element_bytes)]
-    size = -(-residues * element_bytes // 4) * 4
-    return [((t + 4 * m if interleaved else 4 * t + m) * pitch, size) for m in range(4)]
+        spans = tuple(((lane * 4 * pitch, 4 * residues * width),) for lane in range(4))
+    else:
+        places = [[lane + 4 * m if interleaved else 4 * lane + m for m in range(4)] for lane in range(4)]
+        spans = tuple(tuple((place * pitch, size) for place in of_lane) for of_lane in places)
+    return _best_pitch(chunk * pitch, spans)
 
 
-def _write_spans(t: int, residue_warps: int, residues: int, element_bytes: int) -> list[tuple[int, int]]:
-    """Of a warp of the kernel that writes a tile of 8 outputs."""
-    pitch = residue_warps * residues * element_bytes
-    return [(2 * t * pitch, 2 * pitch)] if residue_warps == 1 else [((2 * t + p) * pitch, residues * element_bytes) for p in (0, 1)]
+@lru_cache(maxsize=8192)
+def _pitch_of_y(outputs: int, residue_warps: int, residues: int, width: int) -> int:
+    pitch, size = residue_warps * residues * width, residues * width
+    if residue_warps == 1:
+        spans = tuple(((2 * lane * pitch, 2 * pitch),) for lane in range(4))
+    else:
+        spans = tuple(((2 * lane * pitch, size), ((2 * lane + 1) * pitch, size)) for lane in range(4))
+    return _best_pitch(outputs * pitch, spans)[0]
 
 
-def best_pitch(row_bytes: int, spans: Spans, *sizes: int) -> tuple[int, float]:
+def _best_pitch(row_bytes: int, spans: Spans) -> tuple[int, float]:
     """The shortest pitch of at least ``row_bytes`` with the fewest conflicts, and its wavefronts over the least possible."""
     base = -(-row_bytes // 16) * 16
-    pad, conflicts = _best_pad(base % (4 * _BANKS) + 4 * _BANKS, spans, *sizes)  # with a pitch of 0 all rows would coincide
+    pad, conflicts = _best_pad(base % (4 * _BANKS) + 4 * _BANKS, spans)  # with a pitch of 0 all rows would coincide
     return base + pad, conflicts
 
 
 @lru_cache(maxsize=8192)
-def _best_pad(base: int, spans: Spans, *sizes: int) -> tuple[int, float]:
-    vectors = [[vector for span in spans(t, *sizes) for vector in _vectors(*span)] for t in range(4)]
-    accesses = [*zip(*vectors, strict=True)]  # warp-wide ones, of the four lanes of a row each
+def _best_pad(base: int, spans: Spans) -> tuple[int, float]:
+    accesses = [*zip(*([vector for span in lane for vector in _vectors(*span)] for lane in spans), strict=True)]  # warp-wide ones
     conflicts, pad = min((_wavefronts(base + pad, accesses), pad) for pad in range(0, 4 * _BANKS, 16))
     return pad, conflicts
 
@@ -64,40 +79,21 @@ def _wavefronts(pitch: int, accesses: Sequence[Sequence[tuple[int, int]]]) -> fl
     return count / least
 
 
-HEADER_BYTES = 128
-_REGISTERS_BESIDE_TILES = 60
-_REGISTERS_OF_SCALING = 48
-_TILES_A_BLOCK = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
-_SHARED_WEIGHT_BYTES = 24 << 20
-
-
 @dataclass(frozen=True)
 class SingleConfig:
-    """One way to run a single factor; every field is a compile-time constant of ``kernels/single_factor.cu``.
+    """One way to run a single factor; every field is a compile-time constant of ``kernels/single_factor.cu``."""
 
-    Attributes:
-        row_warps, output_warps, residue_warps: warps a block along rows, outputs p and residues j.
-        row_tiles: tiles of 16 rows a warp.
-        output_tiles: tiles of 8 outputs a warp.
-        residues: residues a warp.
-        chunk: inputs q in a chunk.
-        stages: chunks of x in shared memory.
-        resident: whether all weights of a block stay in shared memory.
-        interleaved: whether a thread's four q of 16 lie four apart instead of side by side.
-        min_blocks: blocks a multiprocessor that registers are limited for.
-    """
-
-    row_warps: int
+    row_warps: int  # warps of a block along rows, outputs p and residues j
     output_warps: int
     residue_warps: int
-    row_tiles: int
-    output_tiles: int
-    residues: int
-    chunk: int
-    stages: int
-    resident: bool
-    interleaved: bool
-    min_blocks: int
+    row_tiles: int  # tiles of 16 rows a warp
+    output_tiles: int  # tiles of 8 outputs a warp
+    residues: int  # residues a warp
+    chunk: int  # inputs q in a chunk
+    stages: int = 2  # chunks of x in shared memory
+    resident: bool = True  # whether all weights of a block stay in shared memory
+    interleaved: bool = False  # whether a thread's four q of 16 lie four apart instead of side by side
+    min_blocks: int = 1  # blocks a multiprocessor that registers are limited for
 
     @property
     def threads(self) -> int:
@@ -125,15 +121,11 @@ class SingleTiling(OfMode):
     mode: str
     config: SingleConfig
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, int, int]:
         """Residue ranges, output tiles and chunks that cover the pattern."""
-        config = self.config
-        return (
-            ceil(self.pattern.d / config.block_residues),
-            ceil(self.pattern.b / config.block_outputs),
-            ceil(self.pattern.c / config.chunk),
-        )
+        config, (_, b, c, d) = self.config, self.pattern.factor_shape
+        return ceil(d / config.block_residues), ceil(b / config.block_outputs), ceil(c / config.chunk)
 
     @property
     def groups(self) -> int:
@@ -146,37 +138,21 @@ class SingleTiling(OfMode):
         config = self.config
         return config.block_residues * self.images * config.chunk * config.block_outputs * 2
 
-    @property
-    def x_pitch(self) -> int:
-        """Bytes from row to row of a staged chunk of x."""
-        return self._x_pitch_and_conflicts()[0]
+    @cached_property
+    def x_pitch_and_conflicts(self) -> tuple[int, float]:
+        """Bytes from row to row of a staged chunk of x, and the wavefronts of reading it over the least possible."""
+        config = self.config
+        return _pitch_of_x(config.chunk, config.residue_warps, config.residues, config.interleaved, self.element_bytes)
 
-    @property
-    def read_conflicts(self) -> float:
-        """Shared-memory wavefronts of reading x, over the least possible."""
-        return self._x_pitch_and_conflicts()[1]
-
-    def _x_pitch_and_conflicts(self) -> tuple[int, float]:
-        config, width = self.config, self.element_bytes
-        sizes = config.residue_warps, config.residues, config.interleaved, width
-        return best_pitch(config.chunk * config.block_residues * width, _read_spans, *sizes)
-
-    @property
+    @cached_property
     def y_pitch(self) -> int:
         """Bytes from row to row of a slab of y."""
-        config, width = self.config, self.element_bytes
-        sizes = config.residue_warps, config.residues, width
-        return best_pitch(config.block_outputs * config.block_residues * width, _write_spans, *sizes)[0]
+        return _pitch_of_y(self.config.block_outputs, self.config.residue_warps, self.config.residues, self.element_bytes)
 
     @property
     def x_vector(self) -> int:
         """Widest copy, in bytes, that the pattern's alignment allows; x itself may force a narrower one."""
         return self._vector(self.pattern.c, self.config.chunk)
-
-    @property
-    def y_vector(self) -> int:
-        """Widest store, in bytes, that the pattern's alignment allows."""
-        return self._vector(self.pattern.b, self.config.block_outputs)
 
     def _vector(self, block: int, tile: int) -> int:
         d, residues = self.pattern.d, self.config.block_residues
@@ -191,20 +167,18 @@ class SingleTiling(OfMode):
 
     def shared_parts(self, resident: bool) -> tuple[int, int]:
         """Bytes of shared memory beside the stages, resident weights among them, and of one stage."""
-        config = self.config
-        weights = self.weight_chunk_bytes
+        config, weights = self.config, self.weight_chunk_bytes
         bias = ceil(config.block_outputs * config.block_residues * 4 / 16) * 16
         fixed = bias + config.row_warps * 8 * self.y_pitch + (self.counts[2] * weights if resident else 0)
-        return fixed, config.block_rows * self.x_pitch + (0 if resident else weights)
+        return fixed, config.block_rows * self.x_pitch_and_conflicts[0] + (0 if resident else weights)
 
     @property
     def registers(self) -> int:
         """Registers a thread, estimated: accumulators, fragments, scales, and what stands beside them."""
         config = self.config
-        sums = 4 * config.row_tiles * config.residues * config.output_tiles
-        fragments = 4 * config.row_tiles * config.residues * self.images
-        scales = 2 * config.row_tiles * config.residues + _REGISTERS_OF_SCALING if self.element_bytes == 4 else 0
-        return sums + fragments + scales + config.residues * self.element_bytes + _REGISTERS_BESIDE_TILES
+        rows = config.row_tiles * config.residues
+        scales = 2 * rows + _REGISTERS_OF_SCALING if self.element_bytes == 4 else 0
+        return 4 * rows * (config.output_tiles + self.images) + scales + config.residues * self.element_bytes + _REGISTERS_BESIDE_TILES
 
     @property
     def ranges_fast(self) -> int:
@@ -215,10 +189,10 @@ class SingleTiling(OfMode):
 
     def defines(self, x_vector: int) -> dict[str, int]:
         """The macros that the kernel is compiled with; x is copied ``x_vector`` bytes at a time."""
-        config = self.config
+        config, y_vector = self.config, self._vector(self.pattern.b, self.config.block_outputs)
         warps = {"wm": config.row_warps, "wn": config.output_warps, "wj": config.residue_warps}
         tiles = {"mt": config.row_tiles, "nt": config.output_tiles, "r": config.residues, "kc": config.chunk, "stages": config.stages}
-        copies = {"x_vector": x_vector, "y_vector": self.y_vector, "x_pitch": self.x_pitch, "y_pitch": self.y_pitch}
+        copies = {"x_vector": x_vector, "y_vector": y_vector, "x_pitch": self.x_pitch_and_conflicts[0], "y_pitch": self.y_pitch}
         order = {"resident": config.resident, "interleaved_q": config.interleaved, "ranges_fast": self.ranges_fast}
         letters = {f"pattern_{name}": size for name, size in zip("abcd", self.pattern.factor_shape, strict=True)}
         return macros(mode=self.mode, min_blocks=config.min_blocks, **letters, **warps, **tiles, **copies, **order)
@@ -228,7 +202,7 @@ class SingleTiling(OfMode):
         groups, chunks = self.groups, self.counts[2]
         tiles = ceil(rows / self.config.block_rows)
         slots = multiprocessors * self.config.min_blocks
-        stage = self.config.block_rows * self.x_pitch * chunks
+        stage = self.config.block_rows * self.x_pitch_and_conflicts[0] * chunks
         start = 0.5 + (chunks * self.weight_chunk_bytes / stage if self.config.resident else 0)
 
         def waves(each: int) -> float:
@@ -238,18 +212,19 @@ class SingleTiling(OfMode):
         return ceil(tiles / each), each
 
 
-_PLANNED_ROWS = 25088
-_MAX_BLOCKS = 4
-_CANDIDATES = 12
-_DRAM_ACCESS = 64
-
-
 @lru_cache(maxsize=4096)
 def candidates(pattern: Pattern, mode: str, shared_limit: int) -> tuple[SingleConfig, ...]:
     """Configurations that fit, the most promising first; a dozen at most."""
     filled = [_fill(SingleTiling(pattern, mode, config), shared_limit) for config in _enumerate(pattern, mode)]
-    fitting = [config for config in filled if config is not None]
-    return tuple(sorted(fitting, key=lambda config: _cost(SingleTiling(pattern, mode, config)))[:_CANDIDATES])
+    fitting = [tile for tile in filled if tile is not None]
+    return tuple([tile.config for tile in sorted(fitting, key=_cost)[:_CANDIDATES]])
+
+
+def single_reason(pattern: Pattern, mode: str, shared_limit: int) -> str | None:
+    """Why the single-factor kernel cannot run a pattern in a mode with this much shared memory a block, or None where it can."""
+    if not candidates(pattern, mode, shared_limit):
+        return f"no tile of pattern {pattern} in mode {mode} fits in {shared_limit} bytes of shared memory"
+    return None
 
 
 def _enumerate(pattern: Pattern, mode: str) -> Iterator[SingleConfig]:
@@ -265,9 +240,7 @@ def _enumerate(pattern: Pattern, mode: str) -> Iterator[SingleConfig]:
                         continue
                     for row_warps in (1, 2, 4, 8):
                         if 4 <= row_warps * output_warps * residue_warps <= 16:
-                            yield SingleConfig(
-                                row_warps, output_warps, residue_warps, row_tiles, output_tiles, residues, chunk, 2, True, False, 1
-                            )
+                            yield SingleConfig(row_warps, output_warps, residue_warps, row_tiles, output_tiles, residues, chunk)
 
 
 def _residues(d: int, width: int, chunks: set[int]) -> Iterator[tuple[int, int, int]]:
@@ -286,12 +259,12 @@ def _residues(d: int, width: int, chunks: set[int]) -> Iterator[tuple[int, int, 
                 yield each, block // each, chunk
 
 
-def _fill(tile: SingleTiling, shared_limit: int) -> SingleConfig | None:
+def _fill(tile: SingleTiling, shared_limit: int) -> SingleTiling | None:
     """Choose the reading order, keep the weights in shared memory if they fit, and use the rest for blocks and stages."""
     config = tile.config
     if (config.residues * tile.element_bytes) % 4 == 0:
-        other = SingleTiling(tile.pattern, tile.mode, replace(config, interleaved=True))
-        if other.read_conflicts < tile.read_conflicts or config.residue_warps > 1:
+        other = replace(tile, config=replace(config, interleaved=True))
+        if config.residue_warps > 1 or other.x_pitch_and_conflicts[1] < tile.x_pitch_and_conflicts[1]:
             tile, config = other, other.config
     by_registers = 65536 // (ceil(tile.registers / 8) * 8 * config.threads)
     if by_registers == 0 or tile.registers > 255:
@@ -302,49 +275,32 @@ def _fill(tile: SingleTiling, shared_limit: int) -> SingleConfig | None:
             room = (shared_limit + 1024) // blocks - 1024
             for stages in (4, 3, 2):
                 if fixed + stages * stage <= room:
-                    return replace(config, stages=stages, resident=resident, min_blocks=blocks)
+                    return replace(tile, config=replace(config, stages=stages, resident=resident, min_blocks=blocks))
     return None
 
 
 def _cost(tile: SingleTiling) -> float:
     """Estimated clock cycles of one multiprocessor for the planned rows, on a Hopper GPU."""
     pattern, config, width = tile.pattern, tile.config, tile.element_bytes
-    _, output_tiles, chunks = tile.counts
+    ranges, output_tiles, chunks = tile.counts
     inputs = chunks * config.chunk
     x_elements = config.block_rows * inputs * config.block_residues
     y_elements = config.block_rows * config.block_outputs * config.block_residues
     weights = chunks * tile.weight_chunk_bytes
     row_chunks, each = tile.row_chunks(_PLANNED_ROWS, 132)
-    sector = 1.0 if config.block_residues == pattern.d else max(1.0, 32 / (config.block_residues * width))
     streamed = weights / each if config.resident else weights
     products = y_elements * inputs
     arithmetic = products * (3 if tile.images == 2 else 1) / 2048 * 1.6
     per_element = {2: 0.5, 4: 3.5 if tile.images == 1 else 5.0}[width]
     issue = (x_elements * config.output_warps * per_element + products / 512 * (4 if tile.images == 2 else 1) * 32) / 128
-    shared = (
-        x_elements * width * (1 + config.output_warps * tile.read_conflicts)
-        + streamed
-        + weights * config.row_warps
-        + 2 * y_elements * width
-    ) / 128
+    read = x_elements * width * (1 + config.output_warps * tile.x_pitch_and_conflicts[1])
+    shared = (read + streamed + weights * config.row_warps + 2 * y_elements * width) / 128
+    sector = 1.0 if config.block_residues == pattern.d else max(1.0, 32 / (config.block_residues * width))
     l2 = (x_elements * width * sector + streamed + y_elements * width) / 26
-    line = 1.0 if tile.counts[0] == tile.ranges_fast else max(1.0, _DRAM_ACCESS / (config.block_residues * tile.ranges_fast * width))
+    fast = tile.ranges_fast
+    line = 1.0 if ranges == fast else max(1.0, _DRAM_ACCESS / (config.block_residues * fast * width))
     memory = (x_elements / output_tiles + y_elements) * width * line / 18.7
     parts = (arithmetic, issue, shared, l2, memory)
     idle = (120 * chunks + 400 + 0.3 * y_elements * width / 26) / config.min_blocks
-    per_tile = max(parts) + 0.15 * sum(parts) + idle
-    slots = 132 * config.min_blocks
-    waves = ceil(tile.groups * row_chunks / slots)
-    return waves * each * config.min_blocks * per_tile
-
-
-def single_reason(pattern: Pattern, mode: str, shared_limit: int) -> str | None:
-    """Why the single-factor kernel cannot run a pattern, or None where it can.
-
-    Args:
-        mode: ``fp16``, ``bf16``, ``tf32`` or ``fp32``.
-        shared_limit: bytes of shared memory that a block may use on the device.
-    """
-    if not candidates(pattern, mode, shared_limit):
-        return f"no tile of pattern {pattern} in mode {mode} fits in {shared_limit} bytes of shared memory"
-    return None
+    waves = ceil(tile.groups * row_chunks / (132 * config.min_blocks))
+    return waves * each * config.min_blocks * (max(parts) + 0.15 * sum(parts) + idle)

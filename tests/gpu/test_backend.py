@@ -20,7 +20,7 @@ from flysurgery.errors import BackendError, PatternError
 from flysurgery.gpu import device, product
 from flysurgery.gpu import kernel as kernels
 from flysurgery.gpu.gradients import check_operands
-from flysurgery.gpu.kernel import Kernel, Parameters
+from flysurgery.gpu.kernel import Kernel
 from flysurgery.ops import BACKENDS, Problem, ks_linear
 from flysurgery.ops.backend import problem_of
 from flysurgery.ops.backends import cuda as cuda_backend
@@ -214,7 +214,7 @@ def test_compiled_code_follows_the_switch() -> None:
 
 def test_a_wrong_number_of_arguments_is_refused() -> None:
     with pytest.raises(BackendError, match="some takes 2 arguments, got 3"):
-        Parameters([8, 8]).fill((1, 2, 3), "some")
+        Refused().launch((1, 1, 1), (1, 1, 1), 0, 0, 1, 2, 3)
 
 
 class Config(SimpleNamespace):
@@ -229,7 +229,7 @@ class Refused(Kernel):
     """Whose launches the driver refuses with these results, one after the other."""
 
     def __init__(self, *names: str) -> None:
-        self.name, self.device_index, self.function = "some", 3, 0
+        self.name, self.device_index, self.function, self.words, self._shared_bytes = "some", 3, 0, [1, 1], 0
         self.results = [SimpleNamespace(name=name) if name else 0 for name in names]
         self._launch_as = lambda *arguments: (self.results.pop(0),)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import pickle
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flysurgery.gpu.kernel import Kernel, Parameters
+from flysurgery.gpu.kernel import Kernel
 from flysurgery.gpu.replay import remembered_calls
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.replay.remembered_calls import Repeating, forget_moved
@@ -28,8 +27,7 @@ class Adding(Kernel):
     """A kernel on the CPU: reads and writes memory by the addresses of its parameters, y = x + factor * w."""
 
     def __init__(self) -> None:
-        self.name, self.parameters = "adding", Parameters((8, 8, 8, 8))
-        self._shared_bytes, self._configs, self._lock = 0, {}, threading.Lock()
+        self.name, self.words, self._shared_bytes, self._launches = "adding", [1, 1, 1, 1], 0, {}
 
     def add(self, x: Tensor, w: Tensor, y: Tensor, factor: int) -> None:
         self.launch((1, 1, 1), (1, 1, 1), 0, 0, x, w, y, factor)

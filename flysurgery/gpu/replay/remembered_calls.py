@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from flysurgery.gpu.kernel import Kernel, Series, current_device, current_stream
+from flysurgery.gpu.kernel import Series, current_device, current_stream
 from flysurgery.gpu.replay.recording import Address, Recording, present_recording
 from flysurgery.gpu.tensor_map import WORDS, Boxes
 from flysurgery.gpu.uncounted_writes import Trust
@@ -183,9 +183,7 @@ class _Repeated:
         self._constants = recording.constants  # whose addresses stay the same
         self._words = list[int]()
         self._addresses, self._maps = list[tuple[int, Address]](), list[tuple[int, Address, Boxes]]()
-        launches = list[tuple[Kernel, tuple[int, ...], bool, int]]()
         for launch in recording.launches:
-            launches.append((launch.kernel, launch.sizes, launch.early, len(self._words)))
             for argument in launch.arguments:
                 word = len(self._words)
                 if isinstance(argument, Address):
@@ -193,7 +191,7 @@ class _Repeated:
                 elif isinstance(argument, Boxes):
                     self._maps.append((word, placed(argument.at), argument))
                 self._words += [0] * WORDS if isinstance(argument, Boxes) else [argument if isinstance(argument, int) else 0]
-        self._series = Series(launches, len(self._words))
+        self._series = Series([(launch.kernel, launch.sizes, launch.early) for launch in recording.launches])
 
     def __call__(self, *operands: Tensor) -> Tensor:
         """Launch them on the current stream."""
