@@ -48,15 +48,11 @@ class RingAttention:
 
     @property
     def kernel(self) -> str:
-        """The kernel's name, and its file's without the ending."""
         return "short_attention" if self.mode in HALVES else "attention"
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: the ring, its barriers, and what the last tile reads beyond it or its warps exchange.
-
-        Of float32 also maxima and exponents of rows.
-        """
+        """Of a block: ring, barriers, what the last tile reads beyond or its warps exchange; of float32 maxima and exponents of rows."""
         row, keys = 2 * _HEAD, self.chunk * self.chunks
         if self.mode not in HALVES:
             slot = (2 if self.mode == "fp32" else 1) * self.rows * row
@@ -189,11 +185,9 @@ class AttentionGradient:
 
     @property
     def boxes(self) -> int:
-        """Rows of the boxes by which the copy engine brings a slot, up to 256."""
         return _box_rows(self.rows)
 
     def defines(self) -> dict[str, int]:
-        """The macros that the kernel is compiled with."""
         return macros(self)
 
 

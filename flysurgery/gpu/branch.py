@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,21 +47,8 @@ class Branch:
             self._kept.clear()
 
 
-_State = tuple[int, int, int]
-"""A source's id, version and address."""
-
-
-class _Fork(NamedTuple):
-    """What was known when a branch for ``ahead`` was last put behind the stream it belongs to."""
-
-    moment: int
-    states: Mapping[UntypedStorage, _State]
-
-    def orders(self, source: Tensor) -> bool:
-        """Whether everything that was ever written to a source had been queued by then."""
-        whole = _whole(source)
-        memory = whole.untyped_storage()
-        return not whole.is_inference() and self.states.get(memory) == (id(whole), whole._version, memory.data_ptr())
+_States = Mapping[UntypedStorage, tuple[int, int, int]]
+"""By memory: a source's id, version and address."""
 
 
 _BRANCHES = 4
@@ -70,7 +57,8 @@ _BRANCHES = 4
 _turns = count()
 _known = WeakKeyDictionary[UntypedStorage, tuple[int, Tensor]]()
 """By memory: a source's id, and an empty tensor with the version of the source. ``torch.utils.swap_tensors`` takes no weak references."""
-_forks: dict[torch.cuda.Stream, _Fork] = {}
+_forks: dict[torch.cuda.Stream, tuple[int, _States]] = {}
+"""By branch for ``ahead``: the moment when it was last put behind the stream it belongs to, and the states of the sources then."""
 
 
 def ahead(sources: Sequence[Tensor], make: Callable[[], Found]) -> Found:
@@ -88,8 +76,8 @@ def ahead(sources: Sequence[Tensor], make: Callable[[], Found]) -> Found:
     side = _side_of(main, f"ahead {next(_turns) % _BRANCHES}")
     with torch.cuda.stream(side):
         begun = torch.cuda.is_current_stream_capturing()
-    fork = _forks.get(side)
-    if not begun or fork is None or fork.moment != moment() or not all(map(fork.orders, sources)):
+    since, states = _forks.get(side, (None, {}))
+    if not begun or since != moment() or not all(_ordered(source, states) for source in sources):
         _put_behind(main, side)
     with torch.cuda.stream(side):
         found = make()
@@ -114,11 +102,15 @@ def begin_ahead(device: torch.device) -> None:
 def _put_behind(main: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
     """Let a branch wait for all that is queued on the stream it belongs to."""
     side.wait_stream(main)
-    states = WeakKeyDictionary[UntypedStorage, _State]()
-    for memory in [each for reference in _known.keyrefs() if (each := reference()) is not None]:
-        identity, counter = _known[memory]
-        states[memory] = identity, counter._version, memory.data_ptr()
-    _forks[side] = _Fork(moment(), states)
+    states = {memory: (identity, counter._version, memory.data_ptr()) for memory, (identity, counter) in [*_known.items()]}
+    _forks[side] = moment(), WeakKeyDictionary(states)
+
+
+def _ordered(source: Tensor, states: _States) -> bool:
+    """Whether everything that was ever written to a source had been queued by then."""
+    whole = _whole(source)
+    memory = whole.untyped_storage()
+    return not whole.is_inference() and states.get(memory) == (id(whole), whole._version, memory.data_ptr())
 
 
 def know(sources: Sequence[Tensor]) -> None:

@@ -57,11 +57,10 @@ class Compiled:
 
     ``spill_bytes`` is the sum of stores and loads of a thread. ``serialized`` holds the compiler's remarks that wgmma instructions wait for
     each other: such a kernel is right but slow. When NVRTC takes the code from its own cache, which some versions cannot turn off, ptxas
-    reports nothing and the numbers are 0.
+    reports nothing and the number is 0.
     """
 
     cubin: bytes
-    registers: int
     spill_bytes: int
     serialized: tuple[str, ...]
 
@@ -179,7 +178,6 @@ def _report(cubin: bytes, log: str, source: str, name: str) -> Compiled:
 
     return Compiled(
         cubin=cubin,
-        registers=number(r"Used (\d+) registers"),
         spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
         serialized=tuple(line for line in log.splitlines() if _SERIALIZED.search(line)),
     )

@@ -19,12 +19,6 @@ _BASE = 256
 Pack = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
-def _can_gather(sources: Sequence[Tensor], mode: str) -> bool:
-    """Whether a table packs these tensors."""
-    dtype = sources[0].dtype
-    return mode in HALVES and dtype in DTYPE_NUMBERS and all(each.dtype == dtype and each.is_contiguous() for each in sources)
-
-
 class Packer:
     """Packs weights by ``plainly``, torch operations; halves of one dtype by one launch, once the place of each weight is known.
 
@@ -38,7 +32,9 @@ class Packer:
 
     def __call__(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The images in order; those out of a table in the dtype of the mode, each filled up to the beginning of the next one."""
-        if not _can_gather(sources, self.mode):
+        source = sources[0].dtype
+        alike = all(each.dtype == source and each.is_contiguous() for each in sources)
+        if self.mode not in HALVES or source not in DTYPE_NUMBERS or not alike:
             return self.plainly(sources)
         if self._places is None:
             if torch.cuda.is_current_stream_capturing():  # a graph computes values only when it replays
@@ -49,7 +45,7 @@ class Packer:
         table, sizes, starts = self._places
         images, device_index = torch.empty_like(table, dtype=dtype_of(self.mode)), table.device.index
         grid = (-(-len(table) // (_THREADS * _PER_THREAD)), 1, 1)
-        kernel = sized_kernel("gather", device_index, slots=len(sources), source=sources[0].dtype, target=images.dtype)
+        kernel = sized_kernel("gather", device_index, slots=len(sources), source=source, target=images.dtype)
         kernel.launch(grid, (_THREADS, 1, 1), 0, current_stream(device_index), *sources, table, images, len(table), *starts)
         return torch.split_with_sizes(images, sizes)
 

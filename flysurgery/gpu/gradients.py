@@ -226,17 +226,10 @@ def _define(
     differentiate: Callable[..., Any] = _refuse,
     remember: Callable[..., None] | None = None,
 ) -> None:
-    """Define an operator with gradients.
+    """Define an operator with gradients, ``differentiate`` and ``remember`` as ``torch.library.register_autograd`` takes them.
 
     Below autograd, as in the passes of a compiled graph, a second operator of the same schema, ``NAME_launched``, replaces it. It has no
     gradients, so the dispatcher calls its kernel directly. Asking Python for gradients first takes as long as several launches.
-
-    Args:
-        schema: as ``torch.library`` takes it, the name first, without a namespace.
-        run: computes it.
-        fake: gives empty tensors of the result's shape, dtype and layout.
-        differentiate: its backward pass, as ``torch.library.register_autograd`` takes it.
-        remember: fills the context for it.
     """
     name = schema.partition("(")[0]
     twin = f"{name}_launched"

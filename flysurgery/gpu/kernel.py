@@ -21,7 +21,8 @@ from flysurgery.gpu.replay.recording import present_recording
 from flysurgery.gpu.tensor_map import Boxes
 
 Argument = Tensor | Boxes | int | None
-Sizes = tuple[tuple[int, int, int], tuple[int, int, int], int]
+Grid = tuple[int, int, int]
+Sizes = tuple[Grid, Grid, int]
 """Blocks, threads of a block, and bytes of its dynamic shared memory."""
 
 ARCH = "sm_90a"
@@ -46,15 +47,7 @@ class Kernel:
         self._shared_bytes = _FREE_SHARED_BYTES
         self._launches: dict[tuple[tuple[int, ...], bool], Series] = {}
 
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        shared_bytes: int,
-        stream: int,
-        *arguments: Argument,
-        early: bool = False,
-    ) -> None:
+    def launch(self, grid: Grid, block: Grid, shared_bytes: int, stream: int, *arguments: Argument, early: bool = False) -> None:
         """Queue the kernel on a stream. The device must be the current one.
 
         Args:
@@ -113,11 +106,7 @@ class Kernel:
 
 
 class Series:
-    """Launches that follow each other and read their parameters from one table, which is written once for all.
-
-    Args:
-        launches: each a kernel, its sizes, and whether it begins early.
-    """
+    """Launches that follow each other, each a kernel, its sizes, and whether it begins early; their parameters are one table."""
 
     def __init__(self, launches: Sequence[tuple[Kernel, tuple[int, ...], bool]]) -> None:
         count = sum(sum(kernel.words) for kernel, _, _ in launches)
@@ -132,11 +121,8 @@ class Series:
         self._lock = threading.Lock()
 
     def __call__(self, stream: int, *words: int) -> None:
-        """Queue the kernels on a stream. The device must be the current one. Raises as ``Kernel.launch``.
-
-        The driver copies the parameters before it returns.
-        """
-        with self._lock:
+        """Queue the kernels on a stream. The device must be the current one. Raises as ``Kernel.launch``."""
+        with self._lock:  # the driver copies the parameters before it returns
             self._pack(self._table, 0, *words)
             if stream != self._stream:
                 for _, config, _, _ in self._launches:

@@ -116,7 +116,8 @@ def norm_gradient(
         return _by_pytorch(x, gradient, weight, eps, beside)
     found, index = x.new_empty(x.shape), x.device.index
     vector = _vector_bytes(features, x.dtype)
-    warps = _warps(features, x.dtype, vector)
+    lane = -(-features * x.element_size() // (32 * vector)) * vector  # bytes of a row
+    warps = 16 if lane <= 32 and lane // x.element_size() <= 12 else 8  # more where a lane's part leaves them registers
     blocks = max(1, min(-(-rows // warps), multiprocessors_of(index)))  # more blocks would leave more parts of the sums
     sums = torch.empty((blocks, 3, features), dtype=torch.float32, device=x.device)
     wide = None if weight is None else packed(weight.detach().float())
@@ -132,12 +133,6 @@ def _vector_bytes(features: int, dtype: torch.dtype) -> int:
     """The bytes of a row that a lane reads at once: half as many where whole vectors would leave lanes idle in the last step."""
     row = features * dtype.itemsize
     return 8 if row % 512 and not row % 256 else _VECTOR_BYTES
-
-
-def _warps(features: int, dtype: torch.dtype, vector: int) -> int:
-    """The warps of a block of the kernel: more where what a lane has of a row leaves them registers."""
-    lane = -(-features * dtype.itemsize // (32 * vector)) * vector
-    return 16 if lane <= 32 and lane // dtype.itemsize <= 12 else 8
 
 
 def _by_pytorch(x: Tensor, gradient: Tensor, weight: Tensor | None, eps: float, beside: Tensor | None) -> NormGradient:

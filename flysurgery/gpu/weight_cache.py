@@ -203,20 +203,17 @@ class Taken:
     """Tensors that graphs read, held as long as this object lives, and the parameters from which they are derived."""
 
     def __init__(self) -> None:
-        self._kept, self._sources, self._known = list[Tensor](), list[Tensor](), set[int]()
-        self._versions, self._addresses = list[int](), list[int]()
+        self._kept, self._sources, self._seen = list[Tensor](), list[Tensor](), list[tuple[int, int]]()
         self._trust = Trust(())
 
     def add(self, tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Note that graphs read these tensors, which are derived from the present values of the sources."""
         self._kept += tensors
         for source in sources:
-            if id(source) not in self._known:
-                self._known.add(id(source))
+            if not any(source is each for each in self._sources):
                 self._sources.append(source)
                 self._kept.append(source.detach())  # holds its memory, so that no other tensor gets the address
-                self._versions.append(source._version)
-                self._addresses.append(source.data_ptr())
+                self._seen.append((source._version, source.data_ptr()))
 
     def trust(self) -> None:
         """Take all of them as they are now."""
@@ -224,11 +221,7 @@ class Taken:
 
     def right(self) -> bool:
         """Whether no source was written to, moved or retyped since the block of ``taking``, as far as is known."""
-        return (
-            self._trust.holds(self._sources)
-            and self._versions == [source._version for source in self._sources]
-            and self._addresses == [source.data_ptr() for source in self._sources]
-        )
+        return self._trust.holds(self._sources) and self._seen == [(source._version, source.data_ptr()) for source in self._sources]
 
 
 class _Present(threading.local):

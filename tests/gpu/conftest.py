@@ -1,7 +1,5 @@
 """What the tests of the CUDA backend share; also the backend on the CPU, where the definition stands in for the kernels."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small layer on the GPU, and its checks, for the tests that run there."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

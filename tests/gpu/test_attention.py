@@ -1,7 +1,5 @@
 """Attention on the GPU by each of its kernels, beside PyTorch's in the same arithmetic and the truth in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients of the CUDA backend's operators, with the kernels emulated: of small integers, which are exact in any order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

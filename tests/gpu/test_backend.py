@@ -164,8 +164,7 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
 
 
 def test_a_group_equals_its_parts() -> None:
-    x = make_input(5, SQUARE.in_features, FP32)
-    linears = [make_factors(SQUARE, FP32), make_factors(MONARCH, FP32)]
+    x, linears = make_input(5, SQUARE.in_features, FP32), [make_factors(SQUARE, FP32), make_factors(MONARCH, FP32)]
     biases = [make_vector(SQUARE.out_features, FP32), None]
     parts = [ks_linear(x, factors, bias) for factors, bias in zip(linears, biases, strict=True)]
     assert_equal(ks_linear_group(x, linears, biases), torch.cat(parts, dim=-1))
@@ -217,14 +216,6 @@ def test_a_wrong_number_of_arguments_is_refused() -> None:
         Refused().launch((1, 1, 1), (1, 1, 1), 0, 0, 1, 2, 3)
 
 
-class Config(SimpleNamespace):
-    """Stands in for what ``launch_config`` gives."""
-
-    def __init__(self, sizes: tuple[int, ...], early: bool = False) -> None:
-        names = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
-        super().__init__(**dict(zip(names, sizes, strict=True)), early=early, hStream=None)
-
-
 class Refused(Kernel):
     """Whose launches the driver refuses with these results, one after the other."""
 
@@ -237,7 +228,7 @@ class Refused(Kernel):
 def test_a_refused_launch_is_told_and_a_missing_context_made(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     monkeypatch.setattr(kernels, "_make_context_current", made.append)
-    config = Config((1, 2, 3, 4, 5, 6, 7))
+    config = SimpleNamespace(gridDimX=1, gridDimY=2, gridDimZ=3, blockDimX=4, blockDimY=5, blockDimZ=6, sharedMemBytes=7)
     Refused("CUDA_ERROR_INVALID_CONTEXT", "").queue(config, 0)
     assert made == [3]
     for names in (["CUDA_ERROR_INVALID_VALUE"], ["CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_VALUE"]):

@@ -1,7 +1,5 @@
 """What is packed in a captured graph runs ahead of what is queued, and behind every write to what it is packed from."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A captured part of training gives what it gives from Python, although its weights are packed ahead of what is queued."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import pytest

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,11 +32,11 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The sources that are really compiled, in order."""
-    seen: list[str] = []
+    seen = list[str]()
 
-    def counted(source: str, *arguments: object, **options: object) -> object:
+    def counted(source: str, *arguments: Any, **options: Any) -> object:
         seen.append(source)
-        return compile_cubin(source, *arguments, **options)  # pyright: ignore[reportArgumentType]
+        return compile_cubin(source, *arguments, **options)
 
     monkeypatch.setattr(compilation, "compile_cubin", counted)
     return seen
@@ -117,12 +117,13 @@ def test_a_slow_compilation_says_so(
 
 
 def test_errors_name_the_source_and_the_cause(kernels: Path) -> None:
-    with pytest.raises(BackendError, match=r"add\.cu.*identifier \"nonsense\""):
-        compile_cubin("add.cu", {"STEP": "nonsense"}, arch="sm_80", name="add")
-    with pytest.raises(BackendError, match=r"no extern .* 'subtract'"):
-        compile_cubin("add.cu", {"STEP": 1}, arch="sm_80", name="subtract")
-    with pytest.raises(BackendError, match=r"missing\.cu"):
-        compile_cubin("missing.cu", {}, arch="sm_80", name="add")
+    for source, step, name, said in (
+        ("add.cu", "nonsense", "add", r"add\.cu.*identifier \"nonsense\""),
+        ("add.cu", 1, "subtract", r"no extern .* 'subtract'"),
+        ("missing.cu", 1, "add", r"missing\.cu"),
+    ):
+        with pytest.raises(BackendError, match=said):
+            compile_cubin(source, {"STEP": step}, arch="sm_80", name=name)
 
 
 SPILL = """extern "C" __global__ void __launch_bounds__(1024, 2) spill(float* y) {
@@ -144,20 +145,11 @@ SERIAL = """extern "C" __global__ void serial(float* y, unsigned long long d) {
 """
 
 
-def test_the_report_counts_spills_and_notices_serialized_wgmma(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_counts_spills_and_notices_serialized_wgmma(kernels: Path) -> None:
     (kernels / "spill.cu").write_text(SPILL)
     (kernels / "serial.cu").write_text(SERIAL)
     spilled = compile_cubin("spill.cu", {}, arch="sm_80", name="spill")
-    assert spilled.registers <= 32 and spilled.spill_bytes > 0
+    assert spilled.spill_bytes > 0
     lean = compile_cubin("add.cu", {"STEP": 1}, arch="sm_80", name="add")
-    assert lean.spill_bytes == 0 and lean.serialized == () and 0 < lean.registers < 32
+    assert lean.spill_bytes == 0 and lean.serialized == ()
     assert compile_cubin("serial.cu", {}, arch="sm_90a", name="serial").serialized
-    monkeypatch.setattr(compilation.io, "StringIO", lambda: _Silent())
-    assert compile_cubin("add.cu", {"STEP": 1}, arch="sm_80", name="add").registers == 0
-
-
-class _Silent(io.StringIO):
-    """A report without the numbers, as when NVRTC has the code from a cache of its own."""
-
-    def getvalue(self) -> str:
-        return "add.cu(1): warning: something else"

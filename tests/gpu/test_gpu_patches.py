@@ -1,7 +1,5 @@
 """Patches of images on the GPU, with position and tokens before them, by all levels of the tolerance policy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -67,19 +65,6 @@ def test_as_accurate_as_pytorch(mode: str) -> None:
     assert_epilogue_bounded(out, x, [factor], bias, lambda y: y, added, arithmetic)
     yardstick, truth = functional.linear(x, factor[0, :, :, 0], bias) + added, product(x, [factor], bias) + added.double()
     assert_epilogue_comparable(out, yardstick, truth, arithmetic)
-
-
-@sizes
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_whichever_product_takes_the_patches(dtype: torch.dtype, features: int, side: int, tokens: tuple[int, ...], placed: str) -> None:
-    torch.manual_seed(3)
-    images, weight = normal(5, 3, 4 * side, 6 * side, dtype=dtype), normal(features, 3, side, side, dtype=dtype, deviation=0.5 / side)
-    position = normal(1, 24 + (sum(tokens) if placed == "all" else 0), features, dtype=dtype) if placed != "none" else None
-    given = PatchEmbedding(weight, normal(features, dtype=dtype), position, [normal(1, each, features, dtype=dtype) for each in tokens])
-    out, yardstick, truth = run(images, given), given.plainly(images), wide(given).plainly(images.double())
-    assert out.shape == yardstick.shape and out.dtype == dtype
-    assert float((out.double() - truth).norm()) <= 3 * float((yardstick.double() - truth).norm()) + 1e-7 * float(truth.norm())
-    assert_equal(out[:, : sum(tokens)], yardstick[:, : sum(tokens)])
 
 
 @sizes

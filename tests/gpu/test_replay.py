@@ -1,7 +1,5 @@
 """Calls that launch again what they launched before: what is repeated, and what calls for asking anew."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import pickle
@@ -213,12 +211,6 @@ def test_constants_are_found_where_they_are() -> None:
     assert layer.calls == 1
 
 
-def test_copies_and_pickles_begin_anew(layer: Layer) -> None:
-    assert layer.repeating._known[1]
-    for twin in (copy.deepcopy(layer.repeating), pickle.loads(pickle.dumps(layer.repeating))):
-        assert isinstance(twin, Repeating) and not twin._known[1]
-
-
 def test_memory_of_what_was_noted_is_bounded_and_may_be_cleared(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remembered_calls, "_REMEMBERED", 3)
     for count in range(1, 9):
@@ -226,3 +218,9 @@ def test_memory_of_what_was_noted_is_bounded_and_may_be_cleared(layer: Layer, mo
     assert len(layer.repeating._known[1]) <= 3
     layer.repeating._known[1].clear()  # as another thread may
     layer.check(1)
+
+
+def test_copies_and_pickles_begin_anew(layer: Layer) -> None:
+    assert layer.repeating._known[1]
+    for twin in (copy.deepcopy(layer.repeating), pickle.loads(pickle.dumps(layer.repeating))):
+        assert isinstance(twin, Repeating) and not twin._known[1]

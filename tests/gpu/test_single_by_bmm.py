@@ -1,7 +1,5 @@
 """A factor as a batched product: its arithmetic on the CPU and on the GPU, the choice, the passes of training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels of fused gradients, and the gradients that they give, beside float64; and a captured training step."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch
@@ -147,51 +145,6 @@ def test_the_gradient_of_other_uses_of_x_is_added(name: str, dtype: torch.dtype)
     x = wide.detach().to(dtype).requires_grad_()
     found = torch.autograd.grad(trained_with_x(x, operation), (x, *operation.tensors), (dy.to(dtype), beside.to(dtype)))
     assert max(map(distance, found, (of_x + beside, *expected))) < 4 * ROUNDED[dtype]
-
-
-@pytest.mark.parametrize("arch", [None, "monarch"])
-def test_a_captured_step_is_that_of_python(arch: str | None) -> None:
-    torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10).cuda().train()
-    if arch is not None:
-        flysurgery.convert(model, arch)
-    x, classes = torch.randn(64, 3, 224, 224, device="cuda"), torch.arange(64, device="cuda") % 10
-
-    def step() -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            loss = functional.cross_entropy(model(x).float(), classes)
-        loss.backward()
-        return loss.detach()
-
-    def gradients() -> list[Tensor]:
-        """The loss, and the gradients of weights and factors: those of a bias of k are zero in truth."""
-        return [loss, *(each.grad.clone() for each in model.parameters() if each.grad is not None and each.ndim > 1)]
-
-    loss = step()
-    before = gradients()
-    with torch.autocast("cuda", torch.bfloat16):
-        report = flysurgery.optimize(model, x, training="captured")
-    assert {row.group for row in report.fused} >= {"qkv", "ffn"}, str(report)
-    model.zero_grad(set_to_none=True)
-    loss = step()
-    fused = gradients()
-    assert max(map(distance, fused, before)) < 0.05
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            model.zero_grad(set_to_none=True)
-            step()
-    side.synchronize()
-    model.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        loss = step()
-    for _ in range(2):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-        graph.replay()
-    assert max(map(distance, gradients(), fused)) < 1e-5
 
 
 def test_training_moves_the_weights_that_a_captured_step_reads() -> None:

@@ -54,12 +54,6 @@ class Repeating:
             return _noted(run, parameters, calls, key, operands)
         return run(*operands) if repeated is None else repeated(*operands)
 
-    def forget_changed(self) -> None:
-        """Discard the recordings of calls whose parameters have changed."""
-        parameters, _ = self._known
-        if parameters is not None and not parameters.same():
-            self._known = None, {}
-
 
 _holding: WeakValueDictionary[int, Repeating] = WeakValueDictionary()
 
@@ -67,7 +61,9 @@ _holding: WeakValueDictionary[int, Repeating] = WeakValueDictionary()
 def forget_moved() -> None:
     """Discard recordings whose parameters have changed since, and with them the memory that these left and what was packed from it."""
     for repeating in [*_holding.values()]:
-        repeating.forget_changed()
+        parameters, _ = repeating._known
+        if parameters is not None and not parameters.same():
+            repeating._known = None, {}
 
 
 def _repeatable(operands: tuple[Tensor, ...]) -> bool:
@@ -156,15 +152,9 @@ class _Parameters:
 
 
 class _Repeated:
-    """The launches of a call, for other operands. All tensors between the launches share one piece of memory.
+    """The launches of a complete recording, for other operands. All tensors between the launches share one piece of memory.
 
-    Addresses are offsets from an operand, from that piece, or from the result, in this order.
-
-    Args:
-        recording: a complete one.
-        operands: how many there are.
-        result: the result of the call.
-        address: where it lies in memory that the call allocated.
+    Addresses are offsets from an operand, from that piece, or from the result, in this order. ``address``: that of the recorded result.
     """
 
     def __init__(self, recording: Recording, operands: int, result: Tensor, address: Address) -> None:
