@@ -74,11 +74,11 @@ class Kernel:
                 words.append(argument.data_ptr())
             else:
                 words += argument.words(argument.at.data_ptr())
-        if len(words) != sum(self.words):
-            raise BackendError(f"kernel {self.name} takes {sum(self.words)} arguments, got {len(words)}")
         series = self._launches.get((sizes, early))
         if series is None:
             series = self._launches[sizes, early] = Series([(self, sizes, early)])
+        if len(words) != series.count:
+            raise BackendError(f"kernel {self.name} takes {series.count} arguments, got {len(words)}")
         series(stream, *words)
 
     def queue(self, config: Any, address: int) -> None:
@@ -109,15 +109,15 @@ class Series:
     """Launches that follow each other, each a kernel, its sizes, and whether it begins early; their parameters are one table."""
 
     def __init__(self, launches: Sequence[tuple[Kernel, tuple[int, ...], bool]]) -> None:
-        count = sum(sum(kernel.words) for kernel, _, _ in launches)
-        self._table, self._launches = (ctypes.c_int64 * count)(), list[tuple[Kernel, Any, int, Any]]()
+        self.count = sum(sum(kernel.words) for kernel, _, _ in launches)
+        self._table, self._launches = (ctypes.c_int64 * self.count)(), list[tuple[Kernel, Any, int, Any]]()
         start = ctypes.addressof(self._table)
         for kernel, sizes, early in launches:
             *places, start = accumulate((8 * words for words in kernel.words), initial=start)
             pointers = (ctypes.c_void_p * len(places))(*places)  # which must live
             self._launches.append((kernel, _launch_config(sizes, early), ctypes.addressof(pointers), pointers))
         self._stream: int | None = None
-        self._pack = struct.Struct(f"{count}q").pack_into
+        self._pack = struct.Struct(f"{self.count}q").pack_into
         self._lock = threading.Lock()
 
     def __call__(self, stream: int, *words: int) -> None:

@@ -1,8 +1,8 @@
 """The operator on the GPU: gradients, autocast, switches, compilation, threads, sizes; packed weights, streams and graphs."""
 
 import copy
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -82,14 +82,9 @@ def test_threads_that_have_not_used_the_device() -> None:
     layer, x = Layer().requires_grad_(False), rows_of(64)
     expected = layer(x)
     torch.cuda.synchronize()
-    outs: list[Tensor] = []
-    threads = [threading.Thread(target=lambda: outs.append(layer(x))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        outs = [*pool.map(layer, [x] * 4)]
     torch.cuda.synchronize()
-    assert len(outs) == 4
     for out in outs:
         assert_equal(out, expected)
 
