@@ -1,11 +1,10 @@
 """Autotuning: time the candidates of the kernels that a computation meets, once, and remember the fastest."""
 
-from __future__ import annotations
-
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.compile import SERIALIZED_WARNING
 from flysurgery.gpu.device import device_obstacle, shared_limit_of
-from flysurgery.gpu.fused_configs import configs
 from flysurgery.gpu.fused_linear import KINDS, FusedLinear
 from flysurgery.gpu.modes import dtype_of
 from flysurgery.gpu.product import factor_configs, factor_product
 from flysurgery.gpu.table import TunedCase, TunedEntry, recording, save_entries
-from flysurgery.gpu.tiling import Tiling, tiling
+from flysurgery.gpu.tiling import Tiling, configs, tiling
 from flysurgery.gpu.uncounted_writes import doubt
 
 _MAX_CANDIDATES = 12
@@ -59,9 +57,8 @@ def autotune(
         raise BackendError(f"nothing can be autotuned here: {obstacle}")
     if torch.cuda.is_current_stream_capturing() or torch.compiler.is_compiling():
         raise BackendError("nothing can be autotuned while a graph is captured or compiled; autotune before")
-    with recording() as met:
+    with recording() as cases:
         compute()
-    cases = {case: kernels.device_index for kernels, rows in met if rows for case in kernels.cases(rows)}
     found = []
     for done, (case, device_index) in enumerate(cases.items()):
         if progress is not None:
@@ -74,7 +71,7 @@ def autotune(
 
 
 def _tune(case: TunedCase, device_index: int) -> Tuning:
-    times: list[tuple[float, Any]] = []
+    times: dict[Any, float] = {}
     failures = []
     configs = _configs(case, device_index)[:_MAX_CANDIDATES]
     for config in configs:
@@ -82,14 +79,13 @@ def _tune(case: TunedCase, device_index: int) -> Tuning:
             with warnings.catch_warnings():
                 # Products that wait for each other are slower with other numbers of rows, even where they are not with these.
                 warnings.filterwarnings("error", SERIALIZED_WARNING, RuntimeWarning)
-                times.append((_median_us(case, config, device_index), config))
+                times[config] = _median_us(case, config, device_index)
         except (BackendError, RuntimeWarning, torch.OutOfMemoryError) as error:
             failures.append(f"{config}: {error}")
     if not times:
         raise BackendError(f"no configuration of {case.kernel} for {case.architecture} runs: {'; '.join(failures)}")
-    median_us, fastest = min(times, key=lambda pair: pair[0])
-    default_us = next((time for time, config in times if config == configs[0]), None)
-    return Tuning(TunedEntry(case, asdict(fastest), median_us), default_us, len(configs), tuple(failures))
+    fastest = min(times, key=times.__getitem__)
+    return Tuning(TunedEntry(case, asdict(fastest), times[fastest]), times.get(configs[0]), len(configs), tuple(failures))
 
 
 def _configs(case: TunedCase, device_index: int) -> Sequence[Any]:
@@ -106,32 +102,24 @@ def _tile(case: TunedCase) -> Tiling:
     return tile
 
 
-def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor], Tensor]:
+def _bind(case: TunedCase, config: Any, random: Callable[..., Tensor], device_index: int) -> Callable[[Tensor], Tensor]:
     """One candidate with random weights, as a function of x."""
+    linears = [[random(pattern.factor_shape) / pattern.c**0.5 for pattern in case.architecture] for _ in range(case.linears)]
     if case.kernel in KINDS:
         fused = FusedLinear(_tile(case), config, device_index)
-        linears = [_random_factors(case, device_index) for _ in range(case.linears)]
         image = fused.pack([(left, right) for left, right in linears])
         activation = "silu" if fused.tile.gated else "none"
         return lambda x: fused.run(x, image, activation=activation, early=True)
     single = factor_product(case.architecture.patterns[0], case.mode, config, shared_limit_of(device_index))
-    image = single.pack(_random_factors(case, device_index)[0])
+    image = single.pack(linears[0][0])
     return lambda x: single.run(x, image)
-
-
-def _random_factors(case: TunedCase, device_index: int) -> list[Tensor]:
-    shapes = [pattern.factor_shape for pattern in case.architecture]
-    return [_random(shape, case, device_index) / shape[2] ** 0.5 for shape in shapes]
-
-
-def _random(shape: tuple[int, ...], case: TunedCase, device_index: int) -> Tensor:
-    return torch.randn(shape, device=torch.device("cuda", device_index), dtype=dtype_of(case.mode))
 
 
 def _median_us(case: TunedCase, config: Any, device_index: int) -> float:
     """Median time of a call, in microseconds, inputs and outputs cold where they are larger than the L2 cache."""
-    run = _bind(case, config, device_index)
-    x = _random((case.rows, case.architecture.in_features), case, device_index)
+    random = partial(torch.randn, device=torch.device("cuda", device_index), dtype=dtype_of(case.mode))
+    run = _bind(case, config, random, device_index)
+    x = random((case.rows, case.architecture.in_features))
     y = run(x)
     bytes_moved = x.nbytes + y.nbytes
     calls = max(4, min(_MAX_CALLS, -(-2 * torch.cuda.get_device_properties(device_index).L2_cache_size // bytes_moved)))

@@ -1,10 +1,7 @@
 """The fused two-factor layer in one launch, with what stands before and behind it: ``act(x (K1 K2)ᵀ + bias) + residual``, or gated."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from functools import cache, cached_property, lru_cache, partial
-from typing import Any
+from functools import cache, cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -12,7 +9,6 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.factors import ks_einsum
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.fused_configs import configs, every_config, fits
 from flysurgery.gpu.gather import Packer
 from flysurgery.gpu.image import pack, panel_indices
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel, rows_and_stride
@@ -20,7 +16,7 @@ from flysurgery.gpu.modes import dtype_of, macros
 from flysurgery.gpu.parts import FusedFactors, Norm, present
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.table import TunedCase, chosen_by_table, meet, rows_bucket, tuned_config
-from flysurgery.gpu.tiling import FusedConfig, Tiling, tiling
+from flysurgery.gpu.tiling import FusedConfig, Tiling, configs, every_config, fits, tiling
 from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Architecture
 
@@ -66,21 +62,21 @@ class FusedLinear:
     """
 
     def __init__(self, tile: Tiling, config: FusedConfig, device_index: int) -> None:
-        self.config, self.tile = config, tile.of(config)
-        self.device, self.device_index = torch.device("cuda", device_index), device_index
-        name, kind = torch.cuda.get_device_name(device_index), _name_of(tile.norm, tile.gated)
-        self._case = partial(TunedCase, name, kind, Architecture((tile.second, tile.first)), tile.mode, tile.linears)
+        self.config, self.tile, self.device_index = config, tile.of(config), device_index
         self._out_features = tile.out_features // (2 if tile.gated else 1)
         self._launchers: dict[tuple[int, str, bool, bool], tuple[Kernel, Sizes]] = {}
 
     def cases(self, rows: int) -> list[TunedCase]:
         """The case to autotune for calls with this many rows."""
-        return [self._case(rows)]
+        tile = self.tile
+        name, linears = torch.cuda.get_device_name(self.device_index), tile.linears * tile.blocks
+        return [TunedCase(name, _name_of(tile.norm, tile.gated), Architecture((tile.second, tile.first)), tile.mode, linears, rows)]
 
     @cached_property
     def _indices(self) -> tuple[Tensor, Tensor]:
         first, second = panel_indices(self.tile, self.config)
-        return torch.from_numpy(first).long().to(self.device), torch.from_numpy(second).long().to(self.device)
+        device = torch.device("cuda", self.device_index)
+        return torch.from_numpy(first).long().to(device), torch.from_numpy(second).long().to(device)
 
     @cached_property
     def packer(self) -> Packer:
@@ -91,7 +87,7 @@ class FusedLinear:
         """The weights' image, uint8, for ``run``; each linear gives its left and its right factor, canonical (a, b, c, d)."""
         together = self.tile.linears
         parts = [linears[start : start + together] for start in range(0, len(linears), together)]
-        return torch.cat([pack(self.tile, self.config, part, self._indices) for part in parts])
+        return torch.cat([pack(self.tile, part, self._indices) for part in parts])
 
     def run(
         self,
@@ -107,14 +103,12 @@ class FusedLinear:
         """Launch on the current stream. Tensors that the kernel cannot read in place are copied first. ``eps`` is the norm's.
 
         ``early``: image and bias were packed before the last queued kernel, and are read while that kernel still runs.
-
-        The kernel reads vectors of 16 bytes, in rows with one stride.
         """
         x, rows, stride = _in_vectors(x)
         y = fresh((*x.shape[:-1], self._out_features), x.dtype, x.device)
         if rows == 0:
             return y
-        bias = None if bias is None else _in_vectors(bias)[0]
+        bias = None if bias is None else readable(bias)
         residual_stride = 0
         if residual is not None:
             residual, _, residual_stride = _in_vectors(residual)
@@ -125,37 +119,39 @@ class FusedLinear:
         return y
 
     def _launcher(self, rows: int, activation: str, scaled: bool, residual: bool) -> tuple[Kernel, Sizes]:
-        """The kernel for an epilogue, and the sizes of its launch for this many rows."""
-        index, config = self.device.index, self.config
+        """The kernel for an epilogue, and the sizes of its launch for this many rows; remembered, as a lookup costs more than a launch."""
+        tile, config, index = self.tile, self.config, self.device_index
         epilogue = macros(activation=activation, scaled=scaled, residual=residual)
-        kernel = load_kernel("fused_linear", {**self.tile.defines(config), **epilogue}, index)
-        grid = (min(-(-rows // 64), max(multiprocessors_of(index) // self.tile.blocks, 1)), self.tile.blocks, 1)
-        found = kernel, (grid, (32 * config.warps, 1, 1), self.tile.shared_bytes(config))
-        self._launchers[rows, activation, scaled, residual] = found
+        kernel = load_kernel("fused_linear", {**tile.defines(config), **epilogue}, index)
+        grid = (min(-(-rows // 64), max(multiprocessors_of(index) // tile.blocks, 1)), tile.blocks, 1)
+        found = self._launchers[rows, activation, scaled, residual] = kernel, (grid, (32 * config.warps, 1, 1), tile.shared_bytes(config))
         return found
 
 
+@chosen_by_table
 def fused_kernel(
     architecture: Architecture, mode: str, linears: int, rows: int, *, norm: bool = False, gated: bool = False, device_index: int
 ) -> FusedLinear:
-    """The kernel for this many rows in its autotuned configuration, or in the first one; the same object for the same configuration.
+    """The kernel for this many rows, as ``rows_bucket`` gives them, in its autotuned configuration, or in the first one.
 
-    So different numbers of rows share packed weights where they can.
+    It is the same object for the same configuration. So different numbers of rows share packed weights where they can.
 
     Raises:
         BackendError: there is none; ``fused_reason`` tells beforehand.
     """
-    return _chosen(architecture, mode, linears, rows_bucket(rows), norm, gated, device_index)
-
-
-@chosen_by_table
-def _chosen(architecture: Architecture, mode: str, linears: int, rows: int, norm: bool, gated: bool, device_index: int) -> FusedLinear:
     tile, limit = tiling(architecture, mode, linears, norm=norm, gated=gated), shared_limit_of(device_index)
     if isinstance(tile, str):
         raise BackendError(tile)
     fields = tuned_config(_name_of(norm, gated), architecture, mode, linears, device_index, rows)
-    config = _config_of(fields, tile, limit) if fields else None
-    return _kernel(tile, config or _first(tile, limit), device_index)
+    try:
+        config = FusedConfig(**fields) if fields else None
+    except TypeError:  # of another version of the kernel
+        config = None
+    if config is None or not fits(tile, config, limit):
+        config = next(iter(configs(tile, limit)), None)
+    if config is None:
+        raise BackendError(f"no configuration of the fused kernel fits {tile.second}, {tile.first} in mode {tile.mode}")
+    return _kernel(tile, config, device_index)
 
 
 def _name_of(norm: bool, gated: bool) -> str:
@@ -163,23 +159,6 @@ def _name_of(norm: bool, gated: bool) -> str:
 
 
 _kernel = cache(FusedLinear)
-
-
-@cache
-def _first(tile: Tiling, shared_limit: int) -> FusedConfig:
-    found = configs(tile, shared_limit)
-    if not found:
-        raise BackendError(f"no configuration of the fused kernel fits {tile.second}, {tile.first} in mode {tile.mode}")
-    return found[0]
-
-
-def _config_of(fields: dict[str, Any], tile: Tiling, shared_limit: int) -> FusedConfig | None:
-    """The configuration that a table's entry describes; None where this version of the kernel or this device does not have it."""
-    try:
-        config = FusedConfig(**fields)
-    except TypeError:
-        return None
-    return config if fits(tile, config, shared_limit) else None
 
 
 def run_fused_linears(
@@ -202,9 +181,9 @@ def run_fused_linears(
         BackendError: no kernel runs these factors; ``fused_reason`` tells beforehand.
     """
     weight, bias, eps = norm or (None, None, 0.0)
-    rows, kinds = x.numel() // x.shape[-1], {"norm": norm is not None, "gated": gate is not None}
+    rows, kinds = rows_bucket(x.numel() // x.shape[-1]), {"norm": norm is not None, "gated": gate is not None}
     kernel = fused_kernel(group[0].architecture, mode, len(group), rows, **kinds, device_index=x.device.index)
-    meet(kernel, x)
+    meet(kernel.cases, x)
     biases = present(*[member.bias for member in group])
 
     def make() -> tuple[Tensor, ...]:
@@ -221,8 +200,8 @@ def run_fused_linears(
         return image, *([] if offset is None else [offset.to(dtype_of(mode))])
 
     sources = present(*[part for member in group for part in member.tensors], weight, bias, scale)
-    packed, early = derived_for_launch((kernel, gate, len(biases), weight is None, bias is None, scale is None), sources, make)
-    image, *behind = packed
+    token = kernel, gate, len(biases), weight is None, bias is None, scale is None
+    (image, *behind), early = derived_for_launch(token, sources, make)
     return kernel.run(x, image, next(iter(behind), None), residual, activation, eps, scaled=scale is not None, early=early)
 
 
@@ -232,8 +211,12 @@ def _gate_first(rows: Tensor, dim: int, gate: int) -> Tensor:
     return torch.cat((halves[gate], halves[1 - gate]), dim=dim)
 
 
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""A left and a right factor of each linear, shapes (a, b, c, d)."""
+
+
 def _fold(
-    pairs: Sequence[tuple[Tensor, Tensor]],  # each: (left factor, right factor), shapes (a, b, c, d)
+    pairs: Pairs,
     offset: Tensor | None,  # shape: (linears * out_features,)
     weight: Tensor | None,  # shape: (in_features,)
     shift: Tensor | None,  # shape: (in_features,)
@@ -246,21 +229,23 @@ def _fold(
     a, _, c, d = pairs[0][1].shape
     offset = None if offset is None else offset.detach().double()
     if shift is not None:
-        sent = torch.cat([ks_einsum(ks_einsum(shift.detach().double()[None], right), left)[0] for left, right in pairs])
+        sent = _sent(shift.detach().double(), pairs)
         offset = sent if offset is None else sent + offset
     if weight is not None:
         pairs = [(left, right * weight.detach().double().view(a, 1, c, d)) for left, right in pairs]
     return pairs, offset
 
 
-def _sums(
-    pairs: Sequence[tuple[Tensor, Tensor]],  # each: (left factor, right factor), shapes (a, b, c, d)
-    dtype: torch.dtype,
-) -> Tensor:  # shape: (linears * out_features,)
+def _sums(pairs: Pairs, dtype: torch.dtype) -> Tensor:  # shape: (linears * out_features,)
     """The sum of each output's weights, rounded as the kernel has them: what a row's mean is multiplied with."""
     rounded = [(left.to(dtype).double(), right.to(dtype).double()) for left, right in pairs]
-    ones = [right.new_ones(1, right.shape[0] * right.shape[2] * right.shape[3]) for _, right in rounded]
-    return torch.cat([ks_einsum(ks_einsum(one, right), left)[0] for one, (left, right) in zip(ones, rounded, strict=True)])
+    a, _, c, d = rounded[0][1].shape
+    return _sent(rounded[0][1].new_ones(a * c * d), rounded)
+
+
+def _sent(row: Tensor, pairs: Pairs) -> Tensor:  # shapes: (in_features,) -> (linears * out_features,)
+    """What the linears give for a row."""
+    return torch.cat([ks_einsum(ks_einsum(row[None], right), left)[0] for left, right in pairs])
 
 
 def readable(tensor: Tensor) -> Tensor:
@@ -272,6 +257,11 @@ def packed(tensor: Tensor) -> Tensor:
     """The tensor, or a copy where its elements do not lie one after the other, from a multiple of 16 bytes on."""
     placed = tensor.is_contiguous() and not tensor.data_ptr() % _ALIGNMENT
     return tensor if placed else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def strides_of(*rows: Tensor | None) -> list[int]:
+    """Bytes from row to row of matrices; 0 where there is none."""
+    return [0 if part is None else part.stride(0) * part.element_size() for part in rows]
 
 
 def _in_vectors(tensor: Tensor) -> tuple[Tensor, int, int]:

@@ -1,25 +1,51 @@
-"""The weights of a fused layer as the kernel reads them: panels in the order of use."""
-
-from __future__ import annotations
+"""The order of packed weights: what the images of all kernels share, and the image of a fused layer."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import ceil
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.modes import in_halves
-from flysurgery.gpu.tiling import FusedConfig, Tiling, members
+from flysurgery.gpu.modes import WEIGHT_EXPONENT, in_halves
+from flysurgery.gpu.tiling import FusedConfig, Tiling, members, span_of
 from flysurgery.patterns import Pattern
 
 HEADER_BYTES = 128
-_WEIGHT_EXPONENT = 11
-"""The largest scaled weight lies in [2^10, 2^11): sums stay in range, and low parts stay precise."""
 
 
-@lru_cache(maxsize=64)
+def input_order(count: int, vector: int = 4) -> np.ndarray:  # shape: (count,)
+    """The input at each place k, where operand registers of lane t hold k = 2t, 2t+1, 2t+8, 2t+9 of a step of 16.
+
+    These are four neighbours of x, of the ``vector`` that the lane reads at once.
+    """
+    k = np.arange(count)
+    step, place = np.divmod(k, 16)
+    steps = vector // 4  # that one vector of a lane feeds
+    return step // steps * 4 * vector + place % 8 // 2 * vector + step % steps * 4 + place // 8 * 2 + place % 2
+
+
+def output_order(count: int, run: int, span: int) -> np.ndarray:  # shape: (count,)
+    """The output at each column. A lane holds two columns of each of ``run`` tiles of 8, and stores vectors of ``span`` neighbours."""
+    n = np.arange(count)
+    within = n % (8 * run)
+    lane, held = within % 8 // 2, within // 8 * 2 + within % 2
+    return n - within + (held // span * 4 + lane) * span + held % span
+
+
+def places_of(factor: Pattern, i: int, p: np.ndarray, q: np.ndarray, j: int) -> np.ndarray:
+    """Places of factor[i, p, q, j] in the flattened factor, -1 where p or q is."""
+    flat = ((i * factor.b + p) * factor.c + q) * factor.d + j
+    return np.where((p >= 0) & (q >= 0), flat, -1)
+
+
+def in_cores(panels: list[np.ndarray]) -> np.ndarray:
+    """Panels of shape (k, columns) in the order [k8][column][8], each flat."""
+    grid = np.stack(panels)
+    grid = grid.reshape(len(panels), -1, 8, grid.shape[2]).swapaxes(2, 3)
+    return np.ascontiguousarray(grid.reshape(len(panels), -1).astype(np.int32))
+
+
 def panel_indices(tile: Tiling, config: FusedConfig) -> tuple[np.ndarray, np.ndarray]:
     """Where each element of the two kinds of panels comes from.
 
@@ -49,9 +75,8 @@ def _class_members(tile: Tiling, cls: int) -> np.ndarray:
 
 def _first_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
     a, b, c, d = tile.first.factor_shape
-    k = np.arange(tile.first_steps * 16)
-    # operand registers of lane t hold k = 2t, 2t+1 and 2t+8, 2t+9: four neighbours of x where the lane reads them itself
-    q = k if tile.natural else k - k % 16 + k % 8 // 2 * 4 + k % 16 // 8 * 2 + k % 2
+    k = tile.first_steps * 16
+    q = np.arange(k) if tile.natural else input_order(k)
     q = np.where(q < c, q, -1)
     panels = []
     for i in range(a):
@@ -69,11 +94,8 @@ def _first_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
 
 def _second_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
     a, b, c, d = tile.second.factor_shape
-    n = np.arange(ceil(b / config.panel_columns) * config.panel_columns)
-    within = n % (8 * config.run)
-    # a lane holds columns 2*lane and 2*lane + 1 of each of the run's tiles; it stores them in vectors of ``span``
-    lane, held, span = within % 8 // 2, within // 8 * 2 + within % 2, tile.span(config)
-    p = n - within + (held // span * 4 + lane) * span + held % span
+    width = ceil(b / config.panel_columns) * config.panel_columns
+    p = output_order(width, config.run, span_of(config.run, d, tile.element_bytes))
     if tile.gated:  # a panel's first half is of the gate, which is the first half of the outputs, the other of the value
         columns = config.panel_columns // 2
         p = p % (2 * columns) // columns * (b // 2) + p // (2 * columns) * columns + p % columns
@@ -83,7 +105,7 @@ def _second_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
         read = [_class_members(tile, i * d + j) for j in range(d)]
         inputs = [np.where(m >= 0, (m - j) // d - i * c, -1) for j, m in enumerate(read)]
         classes = np.stack([places_of(tile.second, i, p[None, :], q[:, None], j) for j, q in enumerate(inputs)])  # shape: (d, k, columns)
-        for columns in np.split(classes, len(n) // config.panel_columns, axis=2):
+        for columns in np.split(classes, width // config.panel_columns, axis=2):
             panels += [part.reshape(-1, config.panel_columns) for part in np.split(columns, d // config.panel_classes)]
     return np.concatenate(_of_linears(tile, tile.second, in_cores(panels)))
 
@@ -93,22 +115,8 @@ def _of_linears(tile: Tiling, factor: Pattern, places: np.ndarray) -> list[np.nd
     return [np.where(places >= 0, places + n * factor.nnz, -1).astype(places.dtype) for n in range(tile.linears)]
 
 
-def places_of(factor: Pattern, i: int, p: np.ndarray, q: np.ndarray, j: int) -> np.ndarray:
-    """Places of factor[i, p, q, j] in the flattened factor, -1 where p or q is."""
-    flat = ((i * factor.b + p) * factor.c + q) * factor.d + j
-    return np.where((p >= 0) & (q >= 0), flat, -1)
-
-
-def in_cores(panels: list[np.ndarray]) -> np.ndarray:
-    """Panels of shape (k, columns) in the order [k8][column][8], each flat."""
-    grid = np.stack(panels)
-    grid = grid.reshape(len(panels), -1, 8, grid.shape[2]).swapaxes(2, 3)
-    return np.ascontiguousarray(grid.reshape(len(panels), -1).astype(np.int32))
-
-
 def pack(
     tile: Tiling,
-    config: FusedConfig,
     linears: Sequence[tuple[Tensor, Tensor]],  # each: (left factor, right factor), shapes (a, b, c, d)
     indices: tuple[Tensor, Tensor],  # panel_indices as int64 tensors on the factors' device
 ) -> Tensor:  # shape: (bytes,), uint8
@@ -121,7 +129,7 @@ def pack(
         values = [factor.detach().float().reshape(-1) for factor in factors]
         if tile.element_bytes == 4:
             for n, value in enumerate(values):
-                exponent = _WEIGHT_EXPONENT - torch.frexp(value.abs().amax()).exponent
+                exponent = WEIGHT_EXPONENT - torch.frexp(value.abs().amax()).exponent
                 values[n] = _times_power(value, exponent)
                 header[n] += exponent
         flat = torch.cat([*values, values[0].new_zeros(1)])

@@ -1,7 +1,5 @@
 """Which arithmetic a kernel uses, from the dtype of x and PyTorch's own switches; its macros; and float32 as halves."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 
@@ -96,12 +94,14 @@ def in_halves(values: Tensor, images: int, half: torch.dtype = torch.float16) ->
     return [high] if images == 1 else [high, (values - high.float()).to(half)]
 
 
-_WEIGHT_EXPONENT = 11
+WEIGHT_EXPONENT = 11
+"""Scaled weights have their largest entry in [2^10, 2^11), so that sums stay in range and low parts are precise."""
+
 WEIGHT_SHIFT = 13  # kWeightShift of the kernels
 
 
 def scaled_rows(weight: Tensor) -> tuple[Tensor, Tensor]:  # shapes: (outputs, inputs) float32 -> the same, (outputs,) int32
     """Each output's weights times the power of two that brings the largest finite one to [2^11, 2^12), or near; and the exponents."""
     largest = torch.where(weight.isfinite(), weight.abs(), 0.0).amax(dim=1, keepdim=True)
-    exponent = (_WEIGHT_EXPONENT + 1 - torch.frexp(largest).exponent).clamp(-114, 123)
+    exponent = (WEIGHT_EXPONENT + 1 - torch.frexp(largest).exponent).clamp(-114, 123)
     return torch.ldexp(weight, exponent), exponent[:, 0]

@@ -1,7 +1,5 @@
 """Products of factors: the way through the kernels, fused in one launch or factor by factor, and the call with packed weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache, lru_cache
@@ -94,22 +92,20 @@ class Product:
 
         ``transposed``: the factors are those of the transposed architecture, whose product this multiplies by.
         """
-        key = (len(biases), transposed)
-        packer = self._packers.get(key)
-        if packer is None:
-            count = len(factors)
-            plainly = lambda sources: self._pack_plainly(sources[:count], sources[count:], transposed)  # noqa: E731
-            packer = self._packers[key] = Packer(plainly, self.mode)
-        return packer(factors + biases)
+        count = len(factors)
 
-    def _pack_plainly(self, factors: tuple[Tensor, ...], biases: tuple[Tensor, ...], transposed: bool) -> tuple[Tensor, ...]:
-        """The same by torch operations."""
-        linears = _split(factors, self.linears, transposed)
-        biases = tuple(bias.detach().to(dtype_of(self.mode)) for bias in biases)
-        joined = (torch.cat(biases),) if biases else ()
-        if isinstance(self.kernels, FusedLinear):
-            return (self.kernels.pack([(left, right) for left, right in linears]), *joined)
-        return (*(single.pack(factor) for single, factor in zip(self.kernels, reversed(linears[0]), strict=True)), *joined)
+        def plainly(sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            """The same by torch operations."""
+            linears = split_linears(sources[:count], self.linears, transposed)
+            joined = [torch.cat([bias.detach().to(dtype_of(self.mode)) for bias in sources[count:]])] if sources[count:] else []
+            if isinstance(self.kernels, FusedLinear):
+                return (self.kernels.pack([(left, right) for left, right in linears]), *joined)
+            return (*(single.pack(factor) for single, factor in zip(self.kernels, reversed(linears[0]), strict=True)), *joined)
+
+        key = (len(biases), transposed)
+        if key not in self._packers:
+            self._packers[key] = Packer(plainly, self.mode)
+        return self._packers[key](factors + biases)
 
     def run(
         self,
@@ -131,7 +127,8 @@ class Product:
         return x
 
 
-def _split(factors: tuple[Tensor, ...], linears: int, transposed: bool) -> list[tuple[Tensor, ...]]:
+def split_linears(factors: tuple[Tensor, ...], linears: int, transposed: bool) -> list[tuple[Tensor, ...]]:
+    """The factors of each linear, left to right; where ``transposed``, those of the transposed matrix."""
     length = len(factors) // linears
     parts = [factors[start : start + length] for start in range(0, len(factors), length)]
     return [tuple(factor.transpose(1, 2) for factor in reversed(part)) for part in parts] if transposed else parts
@@ -153,11 +150,7 @@ def product_of(architecture: Architecture, mode: str, linears: int, device_index
     return _product(architecture, mode, 1, device_index, tuple(factor_product(*way) for way in ways))
 
 
-@cache
-def _product(
-    architecture: Architecture, mode: str, linears: int, device_index: int, kernels: FusedLinear | tuple[FactorProduct, ...]
-) -> Product:
-    return Product(architecture, mode, linears, device_index, kernels)
+_product = cache(Product)
 
 
 def run_product(
@@ -179,21 +172,15 @@ def run_product(
     if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_product(x, factors, biases, linears, mode, transposed=transposed)
-    rows = x.numel() // x.shape[-1]
-    product = product_for(factors, linears, mode, device_index, rows, transposed)
-    meet(product, x)
+    rows, shapes = x.numel() // x.shape[-1], tuple(factor.shape for factor in factors[: len(factors) // linears])
+    product = _chosen(shapes, mode, linears, device_index, rows_bucket(rows), transposed)
+    meet(product.cases, x)
     if rows == 0:
         return x.new_empty((*x.shape[:-1], linears * product.architecture.out_features))
     packed, early = derived_for_launch(
         (product, transposed), factors + biases, lambda: product.pack(factors, biases, transposed), inference=False
     )
     return product.run(x, packed, bool(biases), early)
-
-
-def product_for(factors: tuple[Tensor, ...], linears: int, mode: str, device_index: int, rows: int, transposed: bool) -> Product:
-    """The kernels for factors of these shapes; the same object as long as the autotuned choices stay the same."""
-    shapes = tuple(factor.shape for factor in factors[: len(factors) // linears])
-    return _chosen(shapes, mode, linears, device_index, rows_bucket(rows), transposed)
 
 
 @chosen_by_table

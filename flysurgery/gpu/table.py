@@ -1,7 +1,5 @@
 """The table of autotuned configurations: the shipped one, and the user's own, which comes first; and a record of what to autotune."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -9,9 +7,9 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +22,6 @@ from flysurgery.patterns import Architecture
 SCHEMA = 1
 Chosen = TypeVar("Chosen")
 Given = ParamSpec("Given")
-_REMEMBERED = 4096
 _CHOICES: list[Callable[[], None]] = []
 _SHIPPED = Path(__file__).parent / "tuned"
 
@@ -54,7 +51,7 @@ class TunedEntry:
         return {**asdict(self.case), "architecture": self.case.architecture.to_json(), "config": self.config, "median_us": self.median_us}
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> TunedEntry:
+    def from_json(cls, fields: dict[str, Any]) -> "TunedEntry":
         """The inverse of ``to_json``. Raises KeyError, TypeError, ValueError or PatternError on anything else."""
         case = TunedCase(
             device=str(fields["device"]),
@@ -71,7 +68,7 @@ class TunedEntry:
 
 def chosen_by_table(choose: Callable[Given, Chosen]) -> Callable[Given, Chosen]:
     """Remember what a function chooses by the table, until the table changes. Its arguments are hashable."""
-    remembered = functools.lru_cache(maxsize=_REMEMBERED)(choose)
+    remembered = functools.lru_cache(maxsize=4096)(choose)
     _CHOICES.append(remembered.cache_clear)
     return remembered  # pyright: ignore[reportReturnType] - its annotation takes any arguments
 
@@ -86,8 +83,7 @@ def rows_bucket(rows: int) -> int:
 
 def tuned_config(kernel: str, architecture: Architecture, mode: str, linears: int, device_index: int, rows: int) -> dict[str, Any] | None:
     """The configuration of the entry with the nearest number of rows, by their ratio; None where nothing was tuned."""
-    device = torch.cuda.get_device_name(device_index)
-    entries = _by_case().get((device, kernel, architecture, mode, linears))
+    entries = _by_case().get(TunedCase(torch.cuda.get_device_name(device_index), kernel, architecture, mode, linears, 0))
     if not entries:
         return None
     return min(entries.values(), key=lambda entry: abs(math.log(entry.case.rows / max(rows, 1)))).config
@@ -125,12 +121,12 @@ def user_table() -> Path:
 
 
 @functools.cache
-def _by_case() -> dict[tuple[str, str, Architecture, str, int], dict[int, TunedEntry]]:
-    found: dict[tuple[str, str, Architecture, str, int], dict[int, TunedEntry]] = {}
+def _by_case() -> dict[TunedCase, dict[int, TunedEntry]]:
+    """By the case of no rows, and then by the number of rows."""
+    found: dict[TunedCase, dict[int, TunedEntry]] = {}
     for path in (*sorted(_SHIPPED.glob("*.json")), user_table()):
         for entry in _read(path):
-            case = entry.case
-            found.setdefault((case.device, case.kernel, case.architecture, case.mode, case.linears), {})[case.rows] = entry
+            found.setdefault(replace(entry.case, rows=0), {})[entry.case.rows] = entry
     return found
 
 
@@ -143,28 +139,18 @@ def _read(path: Path) -> list[TunedEntry]:
         return []
 
 
-class Tunable(Protocol):
-    """Kernels with configurations to choose from."""
-
-    device_index: int
-
-    def cases(self, rows: int) -> list[TunedCase]:
-        """The cases to autotune for calls with this many rows."""
-        ...
+_met: dict[TunedCase, int] | None = None
 
 
-_met: dict[tuple[Tunable, int], None] | None = None
-
-
-def meet(kernels: Tunable, x: Tensor) -> None:
-    """Record that kernels run on the rows of x, if a recording is active."""
-    if _met is not None:
-        _met[kernels, x.numel() // x.shape[-1]] = None
+def meet(cases: Callable[[int], list[TunedCase]], x: Tensor) -> None:
+    """Record what there is to autotune for so many rows as x has, if a recording is active."""
+    if _met is not None and x.numel():
+        _met.update(dict.fromkeys(cases(x.numel() // x.shape[-1]), x.device.index))
 
 
 @contextmanager
-def recording() -> Iterator[dict[tuple[Tunable, int], None]]:
-    """Record the kernels that all threads run inside the block, in order."""
+def recording() -> Iterator[dict[TunedCase, int]]:
+    """Record the cases of the kernels that all threads run inside the block, in order, and their devices."""
     global _met
     _met = {}
     doubt()  # a repeated call would record nothing

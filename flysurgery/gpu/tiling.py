@@ -1,11 +1,9 @@
-"""How the fused kernel tiles one architecture: sizes, and what a configuration makes of them. Integers only."""
+"""How the fused kernel tiles one architecture, and which configurations fit, in the order to try them. Integers only."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 from math import ceil
 from typing import Any
 
@@ -13,6 +11,8 @@ from flysurgery.gpu.modes import OfMode, macros
 from flysurgery.patterns import Architecture, Pattern
 
 _MAX_PADDING = 1.6
+_MAX_PANEL_BYTES = 64 * 1024
+_MAX_PANEL_COLUMNS = 128
 _REGISTERS_BESIDE_TILES = 30
 _REGISTERS_OF_NORM = 12
 _LONG_STEPS = 12
@@ -63,7 +63,7 @@ class Tiling(OfMode):
     blocks: int = 1  # that read the same rows of x, for linears of their own
     gated: bool = False  # whether the outputs are a gate and a value, side by side in each panel, of which the product is stored
 
-    def of(self, config: FusedConfig) -> Tiling:
+    def of(self, config: FusedConfig) -> "Tiling":
         """The sizes of a block of this configuration."""
         return replace(self, linears=1, blocks=self.linears) if config.apart and self.blocks == 1 else self
 
@@ -95,8 +95,6 @@ class Tiling(OfMode):
     @cached_property
     def class_tiles(self) -> tuple[tuple[int, int], ...]:
         """For each class, the first tile of a group that holds columns of it and the number of such tiles, in any group."""
-        if not self.straddled:
-            return tuple((cls * self._tiles, self._tiles) for cls in range(self.classes))
         starts = [self.class_starts(group) for group in range(self.groups)]
         first = [min(start[cls] for start in starts) // 8 for cls in range(self.classes)]
         past = [ceil(max(start[cls + 1] for start in starts) / 8) for cls in range(self.classes)]
@@ -135,13 +133,7 @@ class Tiling(OfMode):
     @property
     def runs(self) -> tuple[int, ...]:
         """Column tiles that a lane may store together: those that fill vectors of 16 bytes, or of 8."""
-        whole = next(r for r in (1, 2, 4, 8) if 2 * r * self.second.d * self.element_bytes % 16 == 0)
-        half = next(r for r in (1, 2, 4, 8) if 2 * r * self.second.d * self.element_bytes % 8 == 0)
-        return tuple(dict.fromkeys((whole, half)))
-
-    @property
-    def in_features(self) -> int:
-        return self.first.in_features
+        return tuple(dict.fromkeys(run_of(self.second.d, self.element_bytes, vector) for vector in (16, 8)))
 
     @property
     def out_features(self) -> int:
@@ -199,12 +191,6 @@ class Tiling(OfMode):
         second = self.linears * self.second.out_features * self.second.c
         return self.images == 2 and second > _LOPSIDED * first
 
-    def span(self, config: FusedConfig) -> int:
-        """Adjacent columns of the second product that a lane holds."""
-        run_bytes = 2 * config.run * self.second.d * self.element_bytes
-        vector = (16 if run_bytes % 16 == 0 else 8) // self.element_bytes
-        return vector // self.second.d if vector % self.second.d == 0 else 2 * config.run
-
     def registers(self, config: FusedConfig) -> int:
         """Registers of a thread, estimated: accumulators, the intermediate, and all others."""
         second = self.second.d * config.panel_columns // 2
@@ -252,6 +238,17 @@ class Tiling(OfMode):
         return {**letters, "CLASS_FROM": first, "CLASS_TILES": count, **chosen}
 
 
+def run_of(d: int, element_bytes: int, vector: int = 16) -> int:
+    """How many column tiles of 8 a lane stores together, so that its two columns of each, of d residues, fill vectors of so many bytes."""
+    return next(run for run in (1, 2, 4, 8) if 2 * run * d * element_bytes % vector == 0)
+
+
+def span_of(run: int, d: int, element_bytes: int) -> int:
+    """Adjacent columns that a lane then holds: those of one vector, which lanes take in turn, or all of its own."""
+    vector = (16 if 2 * run * d * element_bytes % 16 == 0 else 8) // element_bytes
+    return vector // d if vector % d == 0 else 2 * run
+
+
 def braces(values: Iterable[Any]) -> str:
     """Integers, or nested lists of them, as the initializer of an array in C."""
     return "{" + ",".join(braces(value) if isinstance(value, list) else str(value) for value in values) + "}"
@@ -297,7 +294,104 @@ def tiling(architecture: Architecture, mode: str, linears: int = 1, *, norm: boo
         return (
             f"the fused kernel takes a gate and a value that are the halves of one layer's outputs, with a = 1 and an even b, got {second}"
         )
-    ragged = result.in_features * result.element_bytes % 16 or second.b * second.d * result.element_bytes % 16
+    ragged = first.in_features * result.element_bytes % 16 or second.b * second.d * result.element_bytes % 16
     if ragged or second.b % (2 * result.runs[-1]):
-        return f"rows of {result.in_features} and blocks of {second.b}x{second.d} features do not fill 16-byte vectors in mode {mode}"
+        return f"rows of {first.in_features} and blocks of {second.b}x{second.d} features do not fill 16-byte vectors in mode {mode}"
     return result
+
+
+@lru_cache(maxsize=1024)
+def configs(tile: Tiling, shared_limit: int) -> tuple[FusedConfig, ...]:
+    """Configurations that fit in ``shared_limit`` bytes and the registers, the most promising first; a dozen at most."""
+    return tuple(sorted(every_config(tile, shared_limit), key=lambda config: _cost(tile.of(config), config))[:12])
+
+
+def every_config(tile: Tiling, shared_limit: int) -> Iterator[FusedConfig]:
+    """All configurations to consider: for a block that multiplies all linears, and for blocks that multiply one each."""
+    yield from _configs_of(tile, shared_limit)
+    if tile.linears > 1:
+        yield from _configs_of(replace(tile, linears=1, blocks=tile.linears), shared_limit)
+
+
+def _configs_of(tile: Tiling, shared_limit: int) -> Iterator[FusedConfig]:
+    steps = [n for n in range(1, tile.first_steps + 1) if tile.first_steps % n == 0]
+    residues = [n for n in range(1, tile.first.d + 1) if tile.first.d % n == 0]
+    placements = [n for n in (0, 1, 2, 3) if (n != 2 or tile.images == 2) and (n != 3 or tile.groups > 1)]
+    for warps, u_shared, run, step, residue in product((4, 8, 12, 16), placements, tile.runs, steps, residues):
+        batches = [n for n in range(1, max(4 // residue, 1) + 1) if step % n == 0]
+        for panel_columns, panel_classes, batch in product(_panel_columns(tile, run), {1, tile.second.d}, batches):
+            sizes = (step, batch, panel_columns, panel_classes, 2, residue, run, u_shared)
+            config = FusedConfig(warps, 3, *sizes, apart=tile.blocks > 1)
+            first, second = tile.panel_bytes(config)
+            lopsided = max(first, second) > 8 * min(first, second) or max(first, second) > _MAX_PANEL_BYTES
+            if lopsided or tile.second.b % (2 * run) or tile.registers(config) > registers_allowed(warps):
+                continue
+            yield from _fill(tile, config, shared_limit)
+
+
+def _panel_columns(tile: Tiling, run: int) -> list[int]:
+    """Columns of a panel of the second product: they divide its width, or just exceed it where nothing is gated."""
+    unit = 8 * run * (2 if tile.gated else 1)
+    found = [n for n in range(unit, _MAX_PANEL_COLUMNS + 1, unit) if tile.second.b % n == 0]
+    return found if found or tile.gated else [unit]
+
+
+def _fill(tile: Tiling, config: FusedConfig, shared_limit: int) -> Iterator[FusedConfig]:
+    """Spend the shared memory: all panels if they fit, or a ring of them; then as many stages of x as fit."""
+    panels = sum(tile.panel_counts(config))
+    for slots in sorted({panels, *(n for n in (2, 3, 4, 6) if n < panels)}):
+        filled = (replace(config, slots=slots, stages=stages) for stages in (6, 4, 3, 2))
+        found = next((each for each in filled if _holds(tile, each, shared_limit)), None)
+        if found is not None:
+            yield found
+
+
+def _holds(tile: Tiling, config: FusedConfig, shared_limit: int) -> bool:
+    # with few rows at a time a launch of its own for the norm is faster
+    return (config.warps >= 8 or not tile.norm) and tile.shared_bytes(config) <= shared_limit
+
+
+def fits(tile: Tiling, config: FusedConfig, shared_limit: int) -> bool:
+    """Whether a configuration, such as one out of a table, is of the kind that ``every_config`` gives."""
+    if config.apart and tile.linears == 1:
+        return False
+    tile = tile.of(config)
+    return (
+        tile.first_steps % config.panel_steps == 0
+        and config.panel_steps % config.batch == 0
+        and tile.first.d % config.residues == 0
+        and config.run in tile.runs
+        and tile.second.b % (2 * config.run) == 0
+        and config.panel_columns in _panel_columns(tile, config.run)
+        and config.panel_classes in (1, tile.second.d)
+        and config.u_shared in ((0, 1, 2, 3) if tile.images == 2 else (0, 1, 3))
+        and config.warps % 4 == 0
+        and 2 <= config.slots <= sum(tile.panel_counts(config))
+        and config.stages >= 2
+        and tile.registers(config) <= registers_allowed(config.warps)
+        and _holds(tile, config, shared_limit)
+    )
+
+
+def _cost(tile: Tiling, config: FusedConfig) -> float:
+    """The relative cost of a configuration without a measurement: a sum of penalties, fitted to times on an H200 at 25088 rows."""
+    warps = config.warps
+    in_flight = warps * (config.stages - 1) * config.batch * 256 * tile.first.d * tile.element_bytes
+    spare = registers_allowed(warps) - tile.registers(config)
+    return sum(
+        (
+            5.2 / config.panel_columns,  # tensor cores wait between narrow products
+            0.95 if warps < 8 else 0.18 if warps < 12 else 0.0 if warps == 12 else 0.13,
+            (0.0, 0.3, 0.01, 0.1)[config.u_shared],
+            0.03 if config.slots < 4 else 0.0,
+            0.07 / config.batch,
+            0.14 * max(0.0, 1.0 - in_flight / 34_000),
+            0.002 * max(0, 33 - spare),  # spills
+            0.04 if config.run == 1 else 0.0,
+            10.0 if tile.long_sums and not tile.small_apart(config) else 0.0,  # less exact
+            0.38 * (tile.first.d / config.residues - 1),
+            0.02 / config.panel_steps,
+            0.25 if config.apart else 0.0,
+            0.08 if config.u_shared == 0 and config.panel_classes < tile.second.d else 0.0,  # waits more often
+        )
+    )

@@ -60,7 +60,7 @@ class EmulatedProduct:
 
     def pack(self, factors: tuple[Tensor, ...], biases: tuple[Tensor, ...], transposed: bool) -> tuple[Tensor, ...]:
         EmulatedProduct.packs += 1
-        linears = multiplication._split(factors, self.linears, transposed)
+        linears = multiplication.split_linears(factors, self.linears, transposed)
         shapes = [pattern.factor_shape for pattern in self.architecture]
         assert all(tuple(factor.shape) == shape for factors in linears for factor, shape in zip(factors, shapes, strict=True))
         images = tuple(factor.detach().clone() for factors in linears for factor in factors)

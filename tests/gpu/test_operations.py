@@ -3,8 +3,6 @@
 Norms with linears, linears with a residual, gated and plain feed-forward blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +19,7 @@ from flysurgery.ops import (
     Dense,
     FeedForward,
     LinearResidual,
+    Norm,
     NormLinears,
     leaves_moments,
     reason,
@@ -335,17 +334,30 @@ def test_batches_parts_and_runs_on_all_multiprocessors_are_bit_equal(mode: str) 
     assert torch.equal(out, run(holder[:, :384].copy_(x), operation))
 
 
-@whole_blocks
-@pytest.mark.parametrize("rows", [197, 25216])
-def test_a_chain_of_launches_that_begin_early(rows: int) -> None:
-    """Launches that begin while the one before still runs see its results, eager and in a graph."""
-    x, operation = whole_block(GONON, "fp16", rows, 384)
+@pytest.mark.parametrize("rows", [197, 394, 25216])
+def test_a_chain_of_launches_that_begin_early(mode: str, rows: int) -> None:
+    """They see the results of those before, eager and in a graph, with a copy and another stream between."""
+    dtype, side, norm = ARITHMETICS[mode].dtype, torch.cuda.Stream(), Norm(torch.ones(384, device="cuda"), None, 1e-6)
+    up, down, square = (Dense(normal(*size, dtype=dtype, deviation=0.05)) for size in ((1536, 384), (384, 1536), (384, 384)))
+    x, factors = whole_block(GONON, mode, rows, 384)
 
     def chain(pause: Callable[[], None]) -> Tensor:
-        value = x
-        for _ in range(6):
-            value = run(value, operation)
+        def step(x: Tensor, operation: Any) -> Tensor:
+            y = run(x, operation)
             pause()
+            return y
+
+        value = x
+        for _ in range(3):
+            value = step(value, FeedForward(norm, up, down))
+            copied = torch.empty_like(value).copy_(value)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                other = run(copied, NormLinears(norm, [square]))
+            torch.cuda.current_stream().wait_stream(side)
+            value = step(other.clone(), LinearResidual(square, value))
+            value = step(step(value, NormLinears(norm, [square])), LinearResidual(square, value))
+            value = step(step(value, factors), factors)
         return value
 
     expected = chain(torch.cuda.synchronize)

@@ -1,7 +1,5 @@
 """Products with epilogues, of dense matrices and of two factors, by all levels of the tolerance policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +10,9 @@ from torch import Tensor
 from flysurgery.factors import factors_to_dense
 from flysurgery.gpu.dense import run_dense, run_dense_moments, streamed_for
 from flysurgery.gpu.device import shared_limit_of
-from flysurgery.gpu.fused_configs import every_config
 from flysurgery.gpu.fused_linear import FusedLinear
-from flysurgery.gpu.tiling import Tiling, tiling
-from flysurgery.ops import BACKENDS, Dense, FeedForward, FusedFactors, Linear, LinearResidual, Norm, NormLinears, ks_linear, run
+from flysurgery.gpu.tiling import Tiling, every_config, tiling
+from flysurgery.ops import BACKENDS, Dense, FusedFactors, Linear, Norm, NormLinears, ks_linear, run
 from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.ops.one_launch import few_rows_linear, linear_epilogue, takes_few_rows
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
@@ -120,51 +117,6 @@ def test_for_few_rows_factors_are_multiplied_out_and_rounded_once(mode: str, arc
     if architecture.out_features == 384:
         several = few_rows_linear(x, None, (linear, Dense(weight), linear))
         assert_equal(several, torch.cat([one, launched(x, Dense(weight)), one], dim=-1))
-
-
-@pytest.mark.parametrize("rows", [197, 394])
-def test_a_chain_of_kernels_that_begin_early_sees_each_result(mode: str, rows: int) -> None:
-    """Eager and in a graph, with other operators, a copy and another stream between; and weights that change."""
-    dtype, make, side = ARITHMETICS[mode].dtype, torch.Generator("cuda").manual_seed(7), torch.cuda.Stream()
-    weights = [torch.randn(size, generator=make, device="cuda").to(dtype) / 20 for size in ((1536, 384), (384, 1536), (384, 384))]
-    norm = Norm(torch.ones(384, device="cuda"), None, 1e-6)
-    x = torch.randn(rows, 384, generator=make, device="cuda").to(dtype)
-
-    def chain(x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = run(x, FeedForward(norm, Dense(weights[0]), Dense(weights[1])))
-            copied = torch.empty_like(x)
-            copied.copy_(x)
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                other = run(copied, NormLinears(norm, [Dense(weights[2])]))
-            torch.cuda.current_stream().wait_stream(side)
-            x = run(other.clone(), LinearResidual(Dense(weights[2]), x))
-            x = run(run(x, NormLinears(norm, [Dense(weights[2])])), LinearResidual(Dense(weights[2]), x))
-        return x
-
-    def plain(x: Tensor, norm: Norm, up: Dense, down: Dense, square: Dense) -> Tensor:
-        for _ in range(4):
-            x = FeedForward(norm, up, down).plainly(x)
-            for _ in range(2):
-                x = LinearResidual(square, x).plainly(NormLinears(norm, [square]).plainly(x))
-        return x
-
-    first = chain(x)
-    ones = Norm(torch.ones(384, device="cuda", dtype=dtype), None, 1e-6)
-    truth = plain(x.double(), Norm(None, None, 1e-6), *(Dense(weight.double()) for weight in weights))
-    assert_epilogue_comparable(first, plain(x, ones, *map(Dense, weights)), truth, ARITHMETICS[mode])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(x)
-    for _ in range(3):
-        out.zero_()
-        graph.replay()
-        assert_equal(out, first)
-    with torch.no_grad():
-        weights[2].neg_()
-    graph.replay()
-    assert_equal(out, chain(x))
 
 
 STREAMED = [(768, 768, "gelu", False), (768, 1152, "none", True), (1024, 1024, "silu", True)]
