@@ -1,10 +1,9 @@
 """A product with one factor and its epilogue in one launch; inputs and outputs lie in any given order (sm_90a, halves)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,12 +11,15 @@ from torch import Tensor
 
 from flysurgery.factors import ks_einsum
 from flysurgery.gpu.device import multiprocessors_of
-from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
+from flysurgery.gpu.fused_linear import strides_of
+from flysurgery.gpu.image import output_order, places_of
+from flysurgery.gpu.kernel import current_stream, float_bits, kernel_of
 from flysurgery.gpu.layer_norm import row_moments
 from flysurgery.gpu.modes import macros
-from flysurgery.gpu.parts import Norm
+from flysurgery.gpu.parts import Norm, present
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import boxes
+from flysurgery.gpu.tiling import run_of
 from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Pattern
 
@@ -30,9 +32,9 @@ _LEAST_AHEAD = 512
 """Columns that the rows of all slots are multiplied by. The copy engine was slower for x with 288 and fewer, faster with 512 and more."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockTiling:
-    """Sizes of ``kernels/block_linear.cu``.
+    """Sizes of ``kernels/block_linear.cu``. A tiling is equal only to itself: its orders are too long to be compared at each call.
 
     Attributes:
         factor: the pattern that is multiplied by.
@@ -43,6 +45,7 @@ class BlockTiling:
         slots: stages of x, of 64 columns each, that a warpgroup has in shared memory.
     """
 
+    kernel: ClassVar[str] = "block_linear"
     factor: Pattern
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -58,7 +61,7 @@ class BlockTiling:
     @property
     def run(self) -> int:
         """Tiles of 8 columns of which a lane's columns are adjacent: with those of the other classes whole vectors of 16 bytes."""
-        return next(run for run in (1, 2, 4) if 2 * run * self.classes % 8 == 0)
+        return run_of(self.classes, 2)
 
     @cached_property
     def pieces(self) -> np.ndarray:  # shape: (tiles, classes, pieces), places of x in eights; -1 for none
@@ -93,7 +96,7 @@ class BlockTiling:
         beside = bool((np.diff(stages) == 1).all() and (stages >= 0).all())
         return beside and self.classes == 1 and self.slots * self.columns >= _LEAST_AHEAD
 
-    @property
+    @cached_property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         stages = self.classes * self.steps
@@ -118,9 +121,7 @@ class BlockTiling:
     @property
     def place(self) -> np.ndarray:  # shape: (columns,)
         """The output of a tile and class that each of its columns makes, so that a lane holds whole vectors of a row of y."""
-        n = np.arange(self.columns)
-        within = n % (8 * self.run)
-        return n - within + within % 8 // 2 * 2 * self.run + within // 8 * 2 + within % 2
+        return output_order(self.columns, self.run, 2 * self.run)
 
     @cached_property
     def weight_indices(self) -> np.ndarray:  # shape: (tiles, classes, steps, 8, columns, 8)
@@ -132,8 +133,8 @@ class BlockTiling:
         m, q = outputs[:, :, None, :, None], inputs[:, :, :, None, :]
         i, j = m // (b * d), m % d
         inside = (q >= 0) & (q // (c * d) == i) & (q % d == j)
-        flat = ((i * b + m // d % b) * c + q // d % c) * d + j
-        return np.where(inside, flat, -1).reshape(self.tiles, self.classes, self.steps, 8, self.columns, 8)
+        places = places_of(self.factor, i, m // d % b, np.where(inside, q // d % c, -1), j)
+        return places.reshape(self.tiles, self.classes, self.steps, 8, self.columns, 8)
 
 
 def blocks_of(features: Sequence[int] | np.ndarray, size: int, stride: int) -> np.ndarray:
@@ -204,84 +205,60 @@ def pack_blocks(
     return image.view(-1).view(torch.uint8), columns.float()
 
 
-class BlockLinear:
-    """The compiled kernel of one tiling on one device.
+@lru_cache(maxsize=1024)
+def _pieces(tile: BlockTiling, device: torch.device) -> Tensor:  # shape: (tiles, classes, pieces), int32
+    """The bytes at which the pieces of x begin; -1 for none."""
+    return torch.from_numpy(np.where(tile.pieces >= 0, tile.pieces * 2 * _PIECE, -1).astype(np.int32)).to(device)
+
+
+def multiply_blocks(
+    tile: BlockTiling,
+    x: Tensor,  # shape: (rows, places)
+    factors: Sequence[Tensor],  # which side by side along ``dim`` are the factor, shape (a, b, c, d)
+    biases: Sequence[Tensor] = (),  # which one after the other are the bias, shape (out_features,)
+    scale: Tensor | None = None,  # shape: (out_features,)
+    residual: Tensor | None = None,  # shape: (rows, outputs)
+    *,
+    activation: str = "none",
+    norm: Norm | None = None,
+    moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
+    dim: int = 0,
+    backwards: bool = False,
+) -> Tensor:  # shape: (rows, outputs)
+    """``residual + activation(scale * (norm(x) @ K.T + bias))`` on the current stream; rows begin at multiples of 16 bytes.
+
+    ``moments`` are those of ``row_moments``, for each part of equal size of a row. A norm without them needs one more launch, which
+    computes them. ``backwards``: from the last rows to the first.
 
     Cost of a call of R rows: ``2 * R * places of the factor that are no zeros`` operations; x is read from device memory once.
     """
-
-    def __init__(self, tile: BlockTiling, dtype: torch.dtype, activation: str, device_index: int) -> None:
-        self.tile, self.dtype, self.activation, self.device_index = tile, dtype, activation, device_index
-        device = torch.device("cuda", device_index)
-        self._multiprocessors = multiprocessors_of(device_index)
-        self._pieces = torch.from_numpy(np.where(tile.pieces >= 0, tile.pieces * 2 * _PIECE, -1).astype(np.int32)).to(device)
-        self._kernels: dict[tuple[int, ...], Kernel] = {}
-
-    def multiply(
-        self,
-        x: Tensor,  # shape: (rows, places)
-        factors: Sequence[Tensor],  # which side by side along ``dim`` are the factor, shape (a, b, c, d)
-        biases: Sequence[Tensor] = (),  # which one after the other are the bias, shape (out_features,)
-        scale: Tensor | None = None,  # shape: (out_features,)
-        residual: Tensor | None = None,  # shape: (rows, outputs)
-        *,
-        norm: Norm | None = None,
-        moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
-        dim: int = 0,
-        backwards: bool = False,
-    ) -> Tensor:  # shape: (rows, outputs)
-        """``residual + activation(scale * (norm(x) @ K.T + bias))`` on the current stream; rows begin at multiples of 16 bytes.
-
-        ``moments`` are those of ``row_moments``, for each part of equal size of a row. A norm without them needs one more launch, which
-        computes them. ``backwards``: from the last rows to the first.
-        """
-        tile, rows = self.tile, x.shape[0]
-        y = fresh((rows, len(tile.outputs)), x.dtype, x.device)
-        if rows == 0:
-            return y
-        weight, offset, eps = norm or (None, None, 0.0)
-        sources = (*factors, *biases, *[part for part in (scale, weight, offset) if part is not None])
-
-        def make() -> tuple[Tensor, ...]:
-            bias = torch.cat([part.detach() for part in biases]) if biases else None
-            factor = torch.cat([part.detach() for part in factors], dim)
-            return pack_blocks(tile, factor, bias, scale, norm, self.dtype, 1.0 if self.activation == "none" else 0.5)
-
-        present = None if norm is None else (weight is None, offset is None)
-        (image, columns), early = derived_for_launch(("block linear", self, len(biases), scale is None, present), sources, make)
-        if norm is not None and moments is None:
-            moments = row_moments(x)
-        parts = 0 if norm is None or moments is None else moments.shape[1]
-        blocks = max(1, min(-(-rows // 64), self._multiprocessors // tile.tiles))
-        rely_on([self._pieces])
-        strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
-        if tile.boxes and rows > 1 and x.stride(0) < x.shape[1]:
-            x = x.contiguous()  # the copy engine takes no rows that overlap
-        self._kernel(parts, residual is not None, scale is not None).launch(
-            (blocks * tile.tiles, 1, 1),
-            (128 * tile.warpgroups, 1, 1),
-            tile.shared_bytes,
-            current_stream(self.device_index),
-            *(
-                boxes(x, _UNIT) if tile.boxes else x,
-                image,
-                self._pieces,
-                columns,
-                moments,
-                residual,
-                y,
-                rows,
-                *strides,
-                int(backwards),
-                0 if norm is None else float_bits(eps),
-            ),
-            early=early,
-        )
+    rows, device_index = x.shape[0], x.device.index
+    y = fresh((rows, len(tile.outputs)), x.dtype, x.device)
+    if rows == 0:
         return y
+    affine = () if norm is None else norm.tensors
 
-    def _kernel(self, *options: int) -> Kernel:
-        """The kernel for a norm by so many parts, a residual and a scale."""
-        if options not in self._kernels:
-            defines = self.tile.defines(self.dtype, self.activation, *options)
-            self._kernels[options] = load_kernel("block_linear", defines, self.device_index)
-        return self._kernels[options]
+    def make() -> tuple[Tensor, ...]:
+        bias = torch.cat([part.detach() for part in biases]) if biases else None
+        factor = torch.cat([part.detach() for part in factors], dim)
+        return pack_blocks(tile, factor, bias, scale, norm, x.dtype, 1.0 if activation == "none" else 0.5)
+
+    token = "block linear", tile, x.dtype, activation, len(biases), scale is None, None if norm is None else norm.form
+    (image, columns), early = derived_for_launch(token, (*factors, *biases, *present(scale), *affine), make)
+    if norm is not None and moments is None:
+        moments = row_moments(x)
+    parts = 0 if norm is None or moments is None else moments.shape[1]
+    pieces, strides = _pieces(tile, x.device), strides_of(x, residual)
+    rely_on([pieces])
+    if tile.boxes and rows > 1 and x.stride(0) < x.shape[1]:
+        x = x.contiguous()  # the copy engine takes no rows that overlap
+    kernel_of(tile, device_index, x.dtype, activation, parts, residual is not None, scale is not None).launch(
+        (max(1, min(-(-rows // 64), multiprocessors_of(device_index) // tile.tiles)) * tile.tiles, 1, 1),
+        (128 * tile.warpgroups, 1, 1),
+        tile.shared_bytes,
+        current_stream(device_index),
+        *(boxes(x, _UNIT) if tile.boxes else x, image, pieces, columns, moments, residual, y),
+        *(rows, *strides, int(backwards), 0 if norm is None else float_bits(norm.eps)),
+        early=early,
+    )
+    return y

@@ -10,9 +10,8 @@ from torch.nn import functional
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu.dense import dense_obstacle, run_dense_gated
-from flysurgery.gpu.factor_by_factor import middle_places, run_wide_ffn, wide_ffn_obstacle
+from flysurgery.gpu.factor_by_factor import fills_rounds, middle_places, run_wide_ffn, wide_ffn_obstacle
 from flysurgery.gpu.ffn import run_ffn
-from flysurgery.gpu.ffn_middle import fills_rounds
 from flysurgery.gpu.gated import gated_obstacle, run_gated
 from flysurgery.gpu.modes import mode_for
 from flysurgery.gpu.parts import FusedFactors, Gated, Linear, Norm, present, wrong_norm, wrong_size, wrong_vector
