@@ -7,13 +7,12 @@ from torch.nn import functional
 
 from flysurgery.gpu.dense import dense_obstacle, run_dense
 from flysurgery.gpu.device import shared_limit_of
-from flysurgery.gpu.few_rows import most_rows, run_few_rows
+from flysurgery.gpu.few_rows import most_rows, most_some_rows, run_few_rows, run_some_rows
 from flysurgery.gpu.ffn import ffn_obstacle
 from flysurgery.gpu.fused_linear import fused_reason, run_fused_linears
 from flysurgery.gpu.layer_norm import layer_norm_obstacle, run_layer_norm
 from flysurgery.gpu.modes import mode_for
 from flysurgery.gpu.parts import Dense, FusedFactors, Linear, Norm
-from flysurgery.gpu.some_rows import most_some_rows, run_some_rows
 from flysurgery.ops.multiply import ks_linear
 
 
