@@ -1,11 +1,9 @@
 """An activated gate times a value in one launch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.fused_linear import readable
+from flysurgery.gpu.fused_linear import readable, strides_of
 from flysurgery.gpu.kernel import current_stream, rows_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.replay.recording import fresh
@@ -29,17 +27,15 @@ def run_gated(
     activation: str,
 ) -> Tensor:  # shape: (rows, features)
     """``activation(gate) * value``, in float32, rounded once; on the current stream. Both are read once."""
-    device_index = gate.device.index
-    y = fresh(gate.shape, gate.dtype, gate.device)
-    if y.numel() == 0:
-        return y
-    gate, value = readable(gate), readable(value)
-    rows, features = y.shape
-    rows_kernel("gated", features, y.dtype, device_index, activation).launch(
-        (-(-y.nbytes // (_VECTOR_BYTES * _THREADS)), 1, 1),
-        (_THREADS, 1, 1),
-        0,
-        current_stream(device_index),
-        *(gate, value, y, rows, *(part.stride(0) * part.element_size() for part in (gate, value))),
-    )
+    y, device_index = fresh(gate.shape, gate.dtype, gate.device), gate.device.index
+    if y.numel():
+        gate, value = readable(gate), readable(value)
+        rows, features = y.shape
+        rows_kernel("gated", features, y.dtype, device_index, activation).launch(
+            (-(-y.nbytes // (_VECTOR_BYTES * _THREADS)), 1, 1),
+            (_THREADS, 1, 1),
+            0,
+            current_stream(device_index),
+            *(gate, value, y, rows, *strides_of(gate, value)),
+        )
     return y

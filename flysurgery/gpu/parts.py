@@ -1,7 +1,5 @@
 """The operands of kernels besides x: a norm, and a linear layer, of factors or dense, with its bias; and whether they fit."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import NamedTuple
 
@@ -9,6 +7,11 @@ from torch import Tensor
 
 from flysurgery.factors import architecture_of
 from flysurgery.patterns import Architecture
+
+
+def present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """The tensors that are there."""
+    return tuple([tensor for tensor in tensors if tensor is not None])
 
 
 class Norm(NamedTuple):
@@ -20,11 +23,11 @@ class Norm(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple([part for part in self[:2] if part is not None])
+        return present(*self[:2])
 
     @property
     def form(self) -> tuple[bool, bool]:
-        """Which of the tensors are there."""
+        """Which of the tensors are missing."""
         return self.weight is None, self.bias is None
 
 
@@ -46,11 +49,11 @@ class FusedFactors(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.factors if self.bias is None else (*self.factors, self.bias)
+        return present(*self.factors, self.bias)
 
     @property
     def form(self) -> tuple[int, bool]:
-        """Which of the tensors are there, and that they are factors."""
+        """How many factors there are, and whether the bias is missing."""
         return len(self.factors), self.bias is None
 
 
@@ -68,11 +71,11 @@ class Dense(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+        return present(*self)
 
     @property
     def form(self) -> tuple[int, bool]:
-        """Which of the tensors are there, and that the weight is no factor."""
+        """That there are no factors, and whether the bias is missing."""
         return 0, self.bias is None
 
 
@@ -107,7 +110,9 @@ def wrong_size(x: Tensor, linear: Linear) -> str | None:
     """Why rows of x do not fit a linear, or its bias does not; None where they do."""
     inputs, outputs = linear.sizes
     if x.dim() == 0 or x.shape[-1] != inputs:
-        return f"{_named(linear)} {inputs} features, got x of shape {tuple(x.shape)}"
+        dense = isinstance(linear, Dense)
+        named = f"a weight of shape {tuple(linear.weight.shape)} takes" if dense else f"factors {linear.architecture} take"
+        return f"{named} {inputs} features, got x of shape {tuple(x.shape)}"
     return wrong_vector(linear.bias, outputs, "bias")
 
 
@@ -123,14 +128,3 @@ def wrong_norm(norm: Norm | None, features: int) -> str | None:
     if norm is None:
         return None
     return wrong_vector(norm.weight, features, "norm weight") or wrong_vector(norm.bias, features, "norm bias")
-
-
-def _named(linear: Linear) -> str:
-    if isinstance(linear, Dense):
-        return f"a weight of shape {tuple(linear.weight.shape)} takes"
-    return f"factors {linear.architecture} take"
-
-
-def present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """The tensors that are there."""
-    return tuple([tensor for tensor in tensors if tensor is not None])
