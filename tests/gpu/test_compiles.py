@@ -3,14 +3,12 @@
 Most variants are those of a GPU for which nothing was tuned.
 """
 
-from __future__ import annotations
-
 import gc
-import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu import attention as attention_kernels
 from flysurgery.gpu import hidden_gradient, layer_norm, row_sums, weight_space
 from flysurgery.gpu import kernel as kernels
+from flysurgery.gpu.attention import attention_gradient, run_attention, run_attention_gradient
 from flysurgery.gpu.compile import Compiled, compile_cubin, kernel_path
 from flysurgery.gpu.factor_by_factor import run_wide_ffn
 from flysurgery.gpu.gated import run_gated
@@ -77,6 +75,11 @@ class Noting:
 Launches = list[tuple[Noting, list[Tensor]]]
 LAUNCHES: Launches = []
 """Of the present test; kernels are remembered beyond it."""
+Call = tuple[Callable[[], object], Sequence[Tensor]]
+"""A call, and the tensors that it is to read whole."""
+ROWS = 3300
+"""More than those that count as few."""
+HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
 
 @cache
@@ -105,13 +108,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         yield LAUNCHES
 
 
-Call = tuple[Callable[[], object], Sequence[Tensor]]
-"""A call, and the tensors that it is to read whole."""
-ROWS = 3300
-"""More than those that count as few."""
-HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
-
-
 def called(make: Make, dtype: torch.dtype, rows: int = ROWS) -> Call:
     operation = make(dtype, rows)
     x = normal(rows, inputs_of(operation), dtype=dtype)
@@ -138,7 +134,7 @@ def attended(batch: int, tokens: int, dtype: torch.dtype) -> Call:
     return lambda: run(q, given), given.tensors
 
 
-def product(mode: str, dtype: torch.dtype, *patterns: tuple[int, int, int, int], cut: int = 0) -> Call:
+def multiplied(mode: str, dtype: torch.dtype, *patterns: tuple[int, int, int, int], cut: int = 0) -> Call:
     """``cut``: elements that x lies off every vector alignment."""
     linear = layer(Architecture.of(*patterns), dtype)
     x = normal(ROWS, linear.sizes[0] + cut, dtype=dtype)[:, cut:]
@@ -196,10 +192,10 @@ def of_attention(batch: int, tokens: int, dtype: torch.dtype) -> Call:
     sums = normal(batch, 6, tokens, dtype=FLOAT)
 
     def call() -> None:
-        sizes = attention_kernels.attention_gradient(64, tokens, tokens, "bf16" if dtype == BFLOAT else "fp16", 227 * 1024)
+        sizes = attention_gradient(64, tokens, tokens, "bf16" if dtype == BFLOAT else "fp16", 227 * 1024)
         assert sizes is not None
-        attention_kernels.run_attention(q, k, v, 0.125, sizes.mode, False, sums)
-        attention_kernels.run_attention_gradient(sizes, (q, k, v), y, sums, dy, 0.125, [torch.empty_like(q) for _ in range(3)])
+        run_attention(q, k, v, 0.125, sizes.mode, False, sums)
+        run_attention_gradient(sizes, (q, k, v), y, sums, dy, 0.125, [torch.empty_like(q) for _ in range(3)])
 
     return call, (*parts, sums)
 
@@ -209,9 +205,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "wide ones behind a norm": lambda: called(three(gonon(768, 768)), HALF),
     "few rows behind a norm": lambda: called(three(gonon(384, 384)), HALF, 197),
     "few rows": lambda: called(added((384, 1536)), BFLOAT, 65),
-    **{f"some rows of {dtype}": lambda dtype=dtype: called(added((384, 1536)), dtype, 394) for dtype in (HALF, FLOAT)},
     "factors with scale and residual": lambda: called(added(gonon(192, 768)), HALF),
-    **{f"{dtype} with scale and residual": lambda dtype=dtype: called(added((384, 384)), dtype) for dtype in (HALF, FLOAT)},
     "streamed weights": lambda: called(added((768, 768)), HALF, 6400),
     "a gate behind a norm": lambda: called(block([monarch(1024, 192)], monarch(192, 512), "silu", "inner"), HALF),
     "a dense gate": lambda: called(block([(384, 2048)], monarch(384, 1024), "silu", "inner"), BFLOAT),
@@ -226,55 +220,56 @@ CALLS: dict[str, Callable[[], Call]] = {
     "short heads": lambda: attended(20, 197, BFLOAT),
     "few heads": lambda: attended(1, 197, HALF),
     "patches": lambda: patches(HALF),
-    "two factors in float32": lambda: product("fp32", FLOAT, (1, 96, 96, 4), (4, 96, 96, 1)),
-    "two factors of three classes": lambda: product("fp32", FLOAT, (1, 32, 32, 3), (6, 16, 24, 1)),
-    "two factors with tiles across classes": lambda: product("tf32", FLOAT, (1, 16, 36, 4), (12, 12, 16, 1)),
-    "low rank in TF32": lambda: product("tf32", FLOAT, (1, 24, 16, 1), (1, 16, 40, 1)),
-    "one factor, not aligned": lambda: product("bf16", BFLOAT, (1, 192, 48, 2), cut=1),
-    "one factor in float32": lambda: product("fp32", FLOAT, (1, 192, 192, 3)),
-    "one factor of odd sizes": lambda: product("tf32", FLOAT, (2, 3, 5, 3)),
-    "one factor of large blocks": lambda: product("fp16", HALF, (1, 512, 512, 2)),
+    "two factors in float32": lambda: multiplied("fp32", FLOAT, (1, 96, 96, 4), (4, 96, 96, 1)),
+    "two factors of three classes": lambda: multiplied("fp32", FLOAT, (1, 32, 32, 3), (6, 16, 24, 1)),
+    "two factors with tiles across classes": lambda: multiplied("tf32", FLOAT, (1, 16, 36, 4), (12, 12, 16, 1)),
+    "low rank in TF32": lambda: multiplied("tf32", FLOAT, (1, 24, 16, 1), (1, 16, 40, 1)),
+    "one factor, not aligned": lambda: multiplied("bf16", BFLOAT, (1, 192, 48, 2), cut=1),
+    "one factor in float32": lambda: multiplied("fp32", FLOAT, (1, 192, 192, 3)),
+    "one factor of odd sizes": lambda: multiplied("tf32", FLOAT, (2, 3, 5, 3)),
+    "one factor of large blocks": lambda: multiplied("fp16", HALF, (1, 512, 512, 2)),
     "gradients of three": lambda: gradients(BFLOAT, (1, 192, 48, 2), (2, 48, 192, 1), linears=3),
     "gradients of odd sizes": lambda: gradients(FLOAT, (2, 6, 4, 3), (3, 8, 5, 1), linears=1),
-    **{f"gradients of {n} tokens": lambda n=n, dtype=dtype: of_attention(30, n, dtype) for n, dtype in ((197, BFLOAT), (257, HALF))},
-    **{
-        f"gradients of hidden units of {dtype}": lambda n=n, dtype=dtype: of_hidden_units(n, 4 * n, dtype)
-        for n, dtype in ((384, BFLOAT), (768, HALF))
-    },
-    **{f"gradients of norms of {dtype}": lambda dtype=dtype: of_norms_and_activations(dtype) for dtype in (HALF, BFLOAT, FLOAT)},
+    "gradients of 197 tokens": lambda: of_attention(30, 197, BFLOAT),
+    "gradients of 257 tokens": lambda: of_attention(30, 257, HALF),
+    "gradients of 1536 hidden units": lambda: of_hidden_units(384, 1536, BFLOAT),
+    "gradients of 3072 hidden units": lambda: of_hidden_units(768, 3072, HALF),
 }
+for kind in (HALF, FLOAT):
+    CALLS[f"some rows of {kind}"] = partial(called, added((384, 1536)), kind, 394)
+    CALLS[f"{kind} with scale and residual"] = partial(called, added((384, 384)), kind)
+for kind in (HALF, BFLOAT, FLOAT):
+    CALLS[f"gradients of norms of {kind}"] = partial(of_norms_and_activations, kind)
+
+
+def bytes_given(launches: Launches) -> list[Tensor]:
+    return [memory for _, given in launches for memory in given]
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_launched_compiles(launches: Launches, name: str) -> None:
+def test_what_is_launched_compiles_and_is_given_every_weight(launches: Launches, name: str) -> None:
+    """A weight whose sign is changed, one out of the middle or the last, changes what a kernel is given."""
     with rounding_as("tf32" if "TF32" in name else "fp32"):
-        CALLS[name]()[0]()
-    for kernel in {kernel for kernel, _ in launches}:
-        assert compiled(kernel).spill_bytes <= SPILLED_BYTES.get(kernel.name, 0), f"{kernel.name}, {kernel.defines}"
-        assert compiled(kernel).serialized == ()
+        call, tensors = CALLS[name]()
+        call()
+        before = bytes_given(launches)
+        for kernel in {kernel for kernel, _ in launches}:
+            assert compiled(kernel).spill_bytes <= SPILLED_BYTES.get(kernel.name, 0), f"{kernel.name}, {kernel.defines}"
+            assert compiled(kernel).serialized == ()
+        for tensor in tensors:
+            for place in (int(torch.randint(tensor.numel(), (), generator=torch.Generator().manual_seed(tensor.numel()))), -1):
+                weight = tensor.view(-1)[place]
+                weight.neg_()
+                launches.clear()
+                call()
+                assert not all(map(torch.equal, bytes_given(launches), before)), f"element {place} of {tuple(tensor.shape)}"
+                weight.neg_()
 
 
 def test_every_kernel_is_launched(launches: Launches) -> None:
     for make in CALLS.values():
         make()[0]()
     assert {kernel.name for kernel, _ in launches} == {path.stem for path in kernel_path().glob("*.cu")}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_every_weight_comes_to_a_launch(launches: Launches, name: str) -> None:
-    """A weight whose sign is changed, one out of the middle or the last, changes what a kernel is given."""
-    call, tensors = CALLS[name]()
-    call()
-    before = [memory for _, given in launches for memory in given]
-    for tensor in tensors:
-        for place in (int(torch.randint(tensor.numel(), (), generator=torch.Generator().manual_seed(tensor.numel()))), -1):
-            weight = tensor.view(-1)[place]
-            weight.neg_()
-            launches.clear()
-            call()
-            after = [memory for _, given in launches for memory in given]
-            assert not all(map(torch.equal, after, before)), f"element {place} of {tuple(tensor.shape)}"
-            weight.neg_()
 
 
 @st.composite
@@ -331,7 +326,7 @@ def test_what_is_remembered_holds_no_tensors(launches: Launches) -> None:
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT])
 def test_whole_blocks_and_heads_of_small_models_are_one_launch(launches: Launches, dtype: torch.dtype) -> None:
-    for make, width in itertools.product((gonon, monarch), (192, 384)):
+    for make, width in product((gonon, monarch), (192, 384)):
         found = ways.way(normal(4000, width, dtype=dtype), block(*factors(make, width))(dtype, 4000))
         assert not isinstance(found, str) and found.launches() == ("the whole block",)
     for tokens in (1, 5, 50, 129, 197, 208, 257):
