@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flysurgery.factors import ks_einsum
 from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.fused_linear import strides_of
 from flysurgery.gpu.image import output_order, places_of
 from flysurgery.gpu.kernel import current_stream, float_bits, kernel_of
 from flysurgery.gpu.layer_norm import row_moments
 from flysurgery.gpu.modes import macros
-from flysurgery.gpu.parts import Norm, present
+from flysurgery.gpu.parts import Norm, present, sent_through
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import boxes
 from flysurgery.gpu.tiling import run_of
@@ -190,17 +189,13 @@ def pack_blocks(
 
     The norm's weight and bias, and the factor ``times`` of everything, are multiplied into the weights and summands.
     """
-    factor, (a, _, c, d) = factor.detach().double() * times, factor.shape
+    factor, sent = (norm or Norm(None, None)).folded_into(factor.detach().double() * times)
     shift = factor.new_zeros(tile.factor.out_features) if bias is None else bias.detach().double() * times
-    weight, offset, _ = norm or (None, None, 0.0)
-    if offset is not None:
-        shift = shift + ks_einsum(offset.detach().double()[None], factor)[0]
-    if weight is not None:
-        factor = factor * weight.detach().view(a, 1, c, d)
+    shift = shift if sent is None else shift + sent
     scales = torch.ones_like(shift) if scale is None else scale.detach().double()
     flat = torch.cat([factor.reshape(-1), factor.new_zeros(1)])
     image = flat[torch.from_numpy(tile.weight_indices).to(flat.device)].to(dtype)  # -1 takes the zero at the end
-    sums = ks_einsum(flat.new_ones(1, a * c * d), factor.to(dtype).double())[0]
+    sums = sent_through(flat.new_ones(tile.factor.in_features), factor.to(dtype).double())
     columns = torch.stack((shift, scales, sums))[:, torch.tensor(tile.outputs, device=flat.device)]
     return image.view(-1).view(torch.uint8), columns.float()
 

@@ -24,7 +24,7 @@ from flysurgery.gpu.fused_linear import readable, strides_of
 from flysurgery.gpu.image import HEADER_BYTES, in_cores, input_order, output_order, places_of
 from flysurgery.gpu.kernel import current_stream, float_bits, kernel_of
 from flysurgery.gpu.modes import WEIGHT_EXPONENT, dtype_of, in_halves, mode_for
-from flysurgery.gpu.parts import FusedFactors, Norm, present
+from flysurgery.gpu.parts import FusedFactors, Norm, present, sent_through
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Architecture
@@ -94,10 +94,8 @@ def pack_ffn(
         weights[0].new_zeros(factor.out_features) if layer.bias is None else layer.bias.detach().to(wide)
         for factor, layer in zip(tile.factors[1::2], (up, down), strict=True)
     )
-    if norm.bias is not None:
-        hidden_bias = hidden_bias + ks_einsum(ks_einsum(norm.bias.detach().to(wide)[None], weights[0]), weights[1])[0]
-    if norm.weight is not None:
-        weights[0] = weights[0] * norm.weight.detach().to(wide).view(tile.factors[0].a, 1, tile.factors[0].c, 1)
+    weights[0], sent = norm.folded_into(*weights[:2])
+    hidden_bias = hidden_bias if sent is None else hidden_bias + sent
     scales = [] if scale is None else [scale.detach().float()]
     places = _places(tile, weights[0].device)
     if not isinstance(tile, FloatFfnTiling):
@@ -127,7 +125,7 @@ def _largest(factors: list[Tensor], bias: Tensor) -> tuple[Tensor, Tensor, Tenso
     rows = ks_einsum(torch.eye(a * c * d, device=first.device, dtype=first.dtype), first)
     length = (a * c * d) ** 0.5
     hidden = ks_einsum(rows, second).norm(dim=0) * length + bias.abs()
-    return rows.norm(dim=0) * length, hidden, ks_einsum(hidden[None], third.abs())[0]
+    return rows.norm(dim=0) * length, hidden, sent_through(hidden, third.abs())
 
 
 def _exponent(values: Tensor) -> Tensor:

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.factors import ks_einsum
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.gather import Packer
 from flysurgery.gpu.image import pack, panel_indices
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel, rows_and_stride
 from flysurgery.gpu.modes import dtype_of, macros
-from flysurgery.gpu.parts import FusedFactors, Norm, present
+from flysurgery.gpu.parts import FusedFactors, Norm, present, sent_through
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.table import TunedCase, chosen_by_table, meet, rows_bucket, tuned_config
 from flysurgery.gpu.tiling import FusedConfig, Tiling, configs, every_config, fits, tiling
@@ -192,7 +191,7 @@ def run_fused_linears(
             pairs = [(_gate_first(left, 1, gate), right) for left, right in pairs]
             offset = None if offset is None else _gate_first(offset, 0, gate)
         if norm is not None:
-            pairs, offset = _fold(pairs, offset, weight, bias)
+            pairs, offset = _fold(norm, pairs, offset)
         behind = _sums(pairs, dtype_of(mode)) if norm is not None else None if scale is None else scale.detach().double()
         if behind is not None:
             offset = torch.cat((torch.zeros_like(behind) if offset is None else offset, behind))
@@ -216,36 +215,26 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 def _fold(
+    norm: Norm,
     pairs: Pairs,
     offset: Tensor | None,  # shape: (linears * out_features,)
-    weight: Tensor | None,  # shape: (in_features,)
-    shift: Tensor | None,  # shape: (in_features,)
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:  # shape of the latter: (linears * out_features,)
-    """Factors and offset that give for a normalized row what the linears give for the row times ``weight`` plus ``shift``.
-
-    The results are float64, to be rounded once. The offset is None where there is nothing to add.
-    """
-    pairs = [(left.detach().double(), right.detach().double()) for left, right in pairs]
-    a, _, c, d = pairs[0][1].shape
+    """Factors and offset, float64, that give for a normalized row what the linears behind the norm give; None for no offset."""
+    lefts, rights = ([factor.detach().double() for factor in side] for side in zip(*pairs, strict=True))
+    folded = [norm.folded_into(right, left) for left, right in zip(lefts, rights, strict=True)]
+    sent = present(*[shift for _, shift in folded])
     offset = None if offset is None else offset.detach().double()
-    if shift is not None:
-        sent = _sent(shift.detach().double(), pairs)
-        offset = sent if offset is None else sent + offset
-    if weight is not None:
-        pairs = [(left, right * weight.detach().double().view(a, 1, c, d)) for left, right in pairs]
-    return pairs, offset
+    if sent:
+        offset = torch.cat(sent) if offset is None else torch.cat(sent) + offset
+    return [(left, right) for left, (right, _) in zip(lefts, folded, strict=True)], offset
 
 
 def _sums(pairs: Pairs, dtype: torch.dtype) -> Tensor:  # shape: (linears * out_features,)
     """The sum of each output's weights, rounded as the kernel has them: what a row's mean is multiplied with."""
     rounded = [(left.to(dtype).double(), right.to(dtype).double()) for left, right in pairs]
     a, _, c, d = rounded[0][1].shape
-    return _sent(rounded[0][1].new_ones(a * c * d), rounded)
-
-
-def _sent(row: Tensor, pairs: Pairs) -> Tensor:  # shapes: (in_features,) -> (linears * out_features,)
-    """What the linears give for a row."""
-    return torch.cat([ks_einsum(ks_einsum(row[None], right), left)[0] for left, right in pairs])
+    ones = rounded[0][1].new_ones(a * c * d)
+    return torch.cat([sent_through(ones, right, left) for left, right in rounded])
 
 
 def readable(tensor: Tensor) -> Tensor:

@@ -5,13 +5,24 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flysurgery.factors import architecture_of
+from flysurgery.factors import architecture_of, ks_einsum
 from flysurgery.patterns import Architecture
 
 
 def present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     """The tensors that are there."""
     return tuple([tensor for tensor in tensors if tensor is not None])
+
+
+def sent_through(
+    row: Tensor,  # shape: (in_features,)
+    *factors: Tensor,  # shapes: (a, b, c, d), in the order in which the row meets them
+) -> Tensor:  # shape: (out_features,)
+    """The product of a row and factors."""
+    rows = row[None]
+    for factor in factors:
+        rows = ks_einsum(rows, factor)
+    return rows[0]
 
 
 class Norm(NamedTuple):
@@ -29,6 +40,14 @@ class Norm(NamedTuple):
     def form(self) -> tuple[bool, bool]:
         """Which of the tensors are missing."""
         return self.weight is None, self.bias is None
+
+    def folded_into(self, *factors: Tensor) -> tuple[Tensor, Tensor | None]:  # shapes: (a, b, c, d), (out_features,)
+        """The first of some factors, in the order in which a row meets them, times the weight; and what all of them make of the bias."""
+        first = factors[0]
+        sent = None if self.bias is None else sent_through(self.bias.detach().to(first.dtype), *factors)
+        if self.weight is not None:
+            first = first * self.weight.detach().to(first.dtype).view(first.shape[0], 1, first.shape[2], first.shape[3])
+        return first, sent
 
 
 class FusedFactors(NamedTuple):

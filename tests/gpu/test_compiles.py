@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.gpu import attention as attention_kernels
 from flysurgery.gpu import hidden_gradient, layer_norm, row_sums, weight_space
 from flysurgery.gpu import kernel as kernels
-from flysurgery.gpu.attention import attention_gradient, run_attention, run_attention_gradient
 from flysurgery.gpu.compile import Compiled, compile_cubin, kernel_path
 from flysurgery.gpu.factor_by_factor import run_wide_ffn
 from flysurgery.gpu.gated import run_gated
@@ -192,10 +192,10 @@ def of_attention(batch: int, tokens: int, dtype: torch.dtype) -> Call:
     sums = normal(batch, 6, tokens, dtype=FLOAT)
 
     def call() -> None:
-        sizes = attention_gradient(64, tokens, tokens, "bf16" if dtype == BFLOAT else "fp16", 227 * 1024)
+        sizes = attention_kernels.attention_gradient(64, tokens, tokens, "bf16" if dtype == BFLOAT else "fp16", 227 * 1024)
         assert sizes is not None
-        run_attention(q, k, v, 0.125, sizes.mode, False, sums)
-        run_attention_gradient(sizes, (q, k, v), y, sums, dy, 0.125, [torch.empty_like(q) for _ in range(3)])
+        attention_kernels.run_attention(q, k, v, 0.125, sizes.mode, False, sums)
+        attention_kernels.run_attention_gradient(sizes, (q, k, v), y, sums, dy, 0.125, [torch.empty_like(q) for _ in range(3)])
 
     return call, (*parts, sums)
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flysurgery.factors import factors_to_dense
 from flysurgery.gpu.dense import run_dense, run_dense_moments, streamed_for
 from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.fused_linear import FusedLinear
 from flysurgery.gpu.tiling import Tiling, every_config, tiling
-from flysurgery.ops import BACKENDS, Dense, FusedFactors, Linear, Norm, NormLinears, ks_linear, run
+from flysurgery.ops import BACKENDS, Dense, Linear, Norm, NormLinears, ks_linear, run
 from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.ops.one_launch import few_rows_linear, linear_epilogue, takes_few_rows
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
@@ -103,20 +102,6 @@ def test_any_number_of_rows_a_small_scale_and_what_is_not_finite(mode: str) -> N
             for out in (multiplied(x, [factor]), run(x, NormLinears(Norm(None, None, 1e-6), [Dense(factor[0, :, :, 0])]))):
                 assert not bool(out[[3, 9]].isfinite().any())
                 assert bool(out[[row for row in range(rows) if row not in (3, 9)]].isfinite().all())
-
-
-@pytest.mark.parametrize("architecture", [gonon(384, 384), monarch(1536, 384)], ids=str)
-def test_for_few_rows_factors_are_multiplied_out_and_rounded_once(mode: str, architecture: Architecture) -> None:
-    arithmetic = ARITHMETICS[mode]
-    factors, bias = make_factors(architecture, arithmetic, device="cuda"), make_vector(architecture.out_features, arithmetic, device="cuda")
-    x, linear = make_input(197, architecture.in_features, arithmetic, device="cuda"), FusedFactors(tuple(factors), bias)
-    weight = factors_to_dense([factor.double() for factor in factors]).to(arithmetic.dtype)
-    assert takes_few_rows(x, (linear,))
-    one = launched(x, linear)
-    assert_equal(one, launched(x, Dense(weight, bias)))
-    if architecture.out_features == 384:
-        several = few_rows_linear(x, None, (linear, Dense(weight), linear))
-        assert_equal(several, torch.cat([one, launched(x, Dense(weight)), one], dim=-1))
 
 
 STREAMED = [(768, 768, "gelu", False), (768, 1152, "none", True), (1024, 1024, "silu", True)]
