@@ -29,14 +29,9 @@ _ALIGNMENT = 16
 def fused_reason(
     architecture: Architecture, mode: str, linears: int, shared_limit: int, *, norm: bool = False, gated: bool = False
 ) -> str | None:
-    """Why the fused kernel cannot run an architecture, or None where it can.
+    """Why the fused kernel cannot run so many linears of an architecture that read the same x, or None where it can.
 
-    Args:
-        mode: ``fp16``, ``bf16``, ``tf32`` or ``fp32``.
-        linears: number of linears of this architecture that read the same x.
-        norm: whether a layer norm stands before them.
-        shared_limit: bytes of shared memory that a block may use on the device.
-        gated: as for ``FusedLinear``.
+    ``norm``: a layer norm stands before them. ``gated``: as for ``FusedLinear``. ``shared_limit``: bytes of shared memory of a block.
     """
     tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
     if isinstance(tile, str):
@@ -47,14 +42,10 @@ def fused_reason(
 
 
 class FusedLinear:
-    """A compiled fused layer of one tiling and configuration on one device.
+    """A compiled fused layer of one tiling and one of its ``configs`` on one device.
 
-    Args:
-        tile: of two patterns, a mode and a number of linears that share x, whose outputs lie side by side. With a norm before them the sum
-            of each output's weights lies behind the bias. Gated, the outputs are a gate and then a value, of equal size, and the result is
-            ``activation(gate) * value``.
-        config: one of ``configs``.
-        device_index: CUDA device.
+    The outputs of linears that share x lie side by side. With a norm before them the sum of each output's weights lies behind the bias.
+    Gated, the outputs are a gate and then a value, of equal size, and the result is ``activation(gate) * value``.
 
     Cost of a call of R rows: ``R * flops_per_row`` operations (three times in mode ``fp32``) and
     ``R * (in_features + linears * out_features)`` elements moved, plus the weights once a block from the L2 cache.
@@ -179,7 +170,7 @@ def run_fused_linears(
     Raises:
         BackendError: no kernel runs these factors; ``fused_reason`` tells beforehand.
     """
-    weight, bias, eps = norm or (None, None, 0.0)
+    affine = norm or Norm(None, None, 0.0)
     rows, kinds = rows_bucket(x.numel() // x.shape[-1]), {"norm": norm is not None, "gated": gate is not None}
     kernel = fused_kernel(group[0].architecture, mode, len(group), rows, **kinds, device_index=x.device.index)
     meet(kernel.cases, x)
@@ -198,10 +189,10 @@ def run_fused_linears(
         (image,) = kernel.packer(tuple(factor for pair in pairs for factor in pair))
         return image, *([] if offset is None else [offset.to(dtype_of(mode))])
 
-    sources = present(*[part for member in group for part in member.tensors], weight, bias, scale)
-    token = kernel, gate, len(biases), weight is None, bias is None, scale is None
+    sources = present(*[part for member in group for part in member.tensors], *affine.tensors, scale)
+    token = kernel, gate, len(biases), affine.form, scale is None
     (image, *behind), early = derived_for_launch(token, sources, make)
-    return kernel.run(x, image, next(iter(behind), None), residual, activation, eps, scaled=scale is not None, early=early)
+    return kernel.run(x, image, next(iter(behind), None), residual, activation, affine.eps, scaled=scale is not None, early=early)
 
 
 def _gate_first(rows: Tensor, dim: int, gate: int) -> Tensor:
