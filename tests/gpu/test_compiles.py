@@ -203,6 +203,7 @@ def of_attention(batch: int, tokens: int, dtype: torch.dtype) -> Call:
 CALLS: dict[str, Callable[[], Call]] = {
     "three behind a norm": lambda: called(three(monarch(384, 384)), HALF),
     "wide ones behind a norm": lambda: called(three(gonon(768, 768)), HALF),
+    "wide ones factor by factor": lambda: called(three(gonon(768, 768)), HALF, 1800),
     "few rows behind a norm": lambda: called(three(gonon(384, 384)), HALF, 197),
     "few rows": lambda: called(added((384, 1536)), BFLOAT, 65),
     "factors with scale and residual": lambda: called(added(gonon(192, 768)), HALF),
