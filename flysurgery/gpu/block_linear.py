@@ -11,10 +11,11 @@ from torch import Tensor
 
 from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.fused_linear import strides_of
+from flysurgery.gpu.gather import Packer
 from flysurgery.gpu.image import output_order, places_of
 from flysurgery.gpu.kernel import current_stream, float_bits, kernel_of
 from flysurgery.gpu.layer_norm import row_moments
-from flysurgery.gpu.modes import macros
+from flysurgery.gpu.modes import HALF_MODES, macros
 from flysurgery.gpu.parts import Norm, present, sent_through
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import boxes
@@ -184,20 +185,49 @@ def pack_blocks(
     norm: Norm | None,
     dtype: torch.dtype,
     times: float = 1.0,
-) -> tuple[Tensor, Tensor]:  # shapes: (bytes,) uint8, (3, outputs) float32
-    """The weights as the kernel reads them; the summands and factors of its sums; and the sum of each output's weights.
+) -> tuple[Tensor, Tensor]:  # shapes: (weights,), (3, outputs) float32
+    """The weights as the kernel reads them; the summands and factors of its sums; and the sum of each output's weights, read with a norm.
 
-    The norm's weight and bias, and the factor ``times`` of everything, are multiplied into the weights and summands.
+    The norm's weight and bias are multiplied into the weights and summands, in float64, and ``times`` into both. Without a norm it takes
+    few launches, which a CUDA graph can replay.
     """
-    factor, sent = (norm or Norm(None, None)).folded_into(factor.detach().double() * times)
-    shift = factor.new_zeros(tile.factor.out_features) if bias is None else bias.detach().double() * times
-    shift = shift if sent is None else shift + sent
-    scales = torch.ones_like(shift) if scale is None else scale.detach().double()
-    flat = torch.cat([factor.reshape(-1), factor.new_zeros(1)])
-    image = flat[torch.from_numpy(tile.weight_indices).to(flat.device)].to(dtype)  # -1 takes the zero at the end
-    sums = sent_through(flat.new_ones(tile.factor.in_features), factor.to(dtype).double())
-    columns = torch.stack((shift, scales, sums))[:, torch.tensor(tile.outputs, device=flat.device)]
-    return image.view(-1).view(torch.uint8), columns.float()
+    shift, sums = bias, None
+    if norm is not None:
+        factor, sent = norm.folded_into(factor.double())
+        shift = sent if bias is None else bias.double() if sent is None else bias.double() + sent
+        sums = sent_through(factor.new_ones(tile.factor.in_features), (factor * times).to(dtype).double())
+    (image,) = _packer(tile, dtype, factor.device)((factor,))
+    image = image[: tile.weight_indices.size]
+    image, alone = image if times == 1.0 else image * times, _alone(tile, factor.device)
+    if shift is None and scale is None and sums is None:
+        return image, alone
+    zeros, ones, _ = alone
+    summands = zeros if shift is None else shift.float() * times
+    columns = torch.stack([summands, ones if scale is None else scale.float(), zeros if sums is None else sums.float()])
+    return image, columns[:, _order(tile, factor.device)]
+
+
+@lru_cache(maxsize=1024)
+def _packer(tile: BlockTiling, dtype: torch.dtype, device: torch.device) -> Packer:
+    """Gives the image of a factor that is only moved and rounded."""
+    places = torch.from_numpy(tile.weight_indices.ravel()).to(device)
+
+    def image(factors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (factor,) = factors
+        return (torch.cat([factor.reshape(-1), factor.new_zeros(1)])[places].to(dtype),)  # -1 takes the zero at the end
+
+    return Packer(image, HALF_MODES[dtype])
+
+
+@lru_cache(maxsize=1024)
+def _order(tile: BlockTiling, device: torch.device) -> Tensor:  # shape: (outputs,), int64
+    return torch.tensor(tile.outputs, device=device)
+
+
+@lru_cache(maxsize=1024)
+def _alone(tile: BlockTiling, device: torch.device) -> Tensor:  # shape: (3, outputs)
+    """What ``pack_blocks`` gives beside the weights where there is neither bias nor scale nor norm."""
+    return torch.tensor([0.0, 1.0, 0.0], device=device)[:, None].repeat(1, len(tile.outputs))
 
 
 @lru_cache(maxsize=1024)
@@ -234,8 +264,8 @@ def multiply_blocks(
     affine = () if norm is None else norm.tensors
 
     def make() -> tuple[Tensor, ...]:
-        bias = torch.cat([part.detach() for part in biases]) if biases else None
-        factor = torch.cat([part.detach() for part in factors], dim)
+        factor = factors[0] if len(factors) == 1 else torch.cat(list(factors), dim)
+        bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(list(biases))
         return pack_blocks(tile, factor, bias, scale, norm, x.dtype, 1.0 if activation == "none" else 0.5)
 
     token = "block linear", tile, x.dtype, activation, len(biases), scale is None, None if norm is None else norm.form

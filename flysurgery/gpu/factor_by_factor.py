@@ -108,12 +108,12 @@ def run_wide_ffn(
     down: FusedFactors,
     activation: str,
     scale: Tensor | None,
-    residual: bool,
+    residual: Tensor | None,  # shape: (rows, out_features)
     moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
 ) -> Tensor:  # shape: (rows, out_features)
-    """``x + scale * down(activation(up(norm(x))))``, without ``x +`` where ``residual`` is false: a launch for the norm and one for each
-    factor. The two factors around the activation share a launch where rows fill the rounds of their kernel.
+    """``residual + scale * down(activation(up(norm(x))))``: a launch for the norm and one for each factor.
 
+    The two factors around the activation share a launch where rows fill the rounds of their kernel.
     With ``moments``, as ``multiply_blocks`` takes them, the norm needs no launch.
 
     Raises:
@@ -121,7 +121,7 @@ def run_wide_ffn(
     """
     kinds, limit = (up.architecture, down.architecture), shared_limit_of(x.device.index)
     first, second, third, last = _taken(wide_tilings(*kinds, limit), x.dtype)
-    x = readable(x)
+    x, residual = readable(x), None if residual is None else readable(residual)
     u = multiply_blocks(first, x, up.factors[1:], norm=norm, moments=moments)
     # Every second product goes backwards: it begins with the rows that were written last and are still in the L2 cache.
     joined = fills_rounds(x.shape[0], middle_places(*kinds, x.device.index))
@@ -130,7 +130,7 @@ def run_wide_ffn(
     else:
         hidden = multiply_blocks(second, u, up.factors[:1], present(up.bias), activation=activation, backwards=True)
         v = multiply_blocks(third, hidden, down.factors[1:])
-    return multiply_blocks(last, v, down.factors[:1], present(down.bias), scale, x if residual else None, backwards=True)
+    return multiply_blocks(last, v, down.factors[:1], present(down.bias), scale, residual, backwards=True)
 
 
 def run_wide_group(

@@ -107,8 +107,7 @@ class FeedForward(NamedTuple):
         if isinstance(up, FusedFactors) and isinstance(down, FusedFactors):
             if whole is None:
                 return (Stage(("the whole block",), lambda y, x, block: like(x, run_ffn(rows_of(x), *block[:6]))),)
-            wide = inner is None and x.shape[-1] >= NARROWEST
-            if wide and wide_ffn_obstacle(up.architecture, down.architecture, x.dtype, x.device.index) is None:
+            if inner is None and takes_each_factor(x, up, down):
                 return norms_reason or (_each_factor(x, self, middle_places(up.architecture, down.architecture, x.device.index)),)
         apart = norms_reason or epilogue_reason(x, up)
         if apart is not None:
@@ -189,13 +188,23 @@ def _gate_and_value(x: Tensor, up: Gated) -> tuple[Tensor, Tensor]:
     return parts[up.gate], parts[1 - up.gate]
 
 
+def takes_each_factor(x: Tensor, up: FusedFactors, down: FusedFactors) -> bool:
+    """Whether a block that no kernel takes as a whole is multiplied factor by factor."""
+    return x.shape[-1] >= NARROWEST and wide_ffn_obstacle(up.architecture, down.architecture, x.dtype, x.device.index) is None
+
+
 def _each_factor(x: Tensor, block: FeedForward, places: int) -> Stage:
     """One launch for each factor, or for the two around the activation where rows fill the rounds of their kernel of so many places."""
     first = ("first factor of up",) if block.norm is None else (MOMENTS, "norm and first factor of up")
     middle = ("second factor of up and activation", "first factor of down")
     middle = (" and ".join(middle),) if fills_rounds(x.numel() // x.shape[-1], places) else middle
     launches = *first, *middle, " and ".join(["second factor of down", *_added(block)])
-    return Stage(launches, lambda y, x, block: like(x, run_wide_ffn(rows_of(x), *block[:6], moments=block.moments)))
+
+    def run(y: Tensor, x: Tensor, block: Any) -> Tensor:
+        rows = rows_of(x)
+        return like(x, run_wide_ffn(rows, *block[:5], residual=rows if block.residual else None, moments=block.moments))
+
+    return Stage(launches, run)
 
 
 def _last(x: Tensor, block: FeedForward, inner: Norm | None = None) -> Stage:

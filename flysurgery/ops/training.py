@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flysurgery.gpu.branch import Branch, ahead
 from flysurgery.gpu.device import kernels_take
+from flysurgery.gpu.factor_by_factor import run_wide_ffn
 from flysurgery.gpu.gradients import summed
 from flysurgery.gpu.hidden_gradient import hidden_gradient_takes, hidden_image, run_hidden_gradient
 from flysurgery.gpu.layer_norm import norm_gradient, present_norm
@@ -25,7 +26,7 @@ from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
 from flysurgery.gpu.uncounted_writes import doubt_trained
 from flysurgery.gpu.weight_cache import training
 from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
-from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward
+from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward, takes_each_factor
 from flysurgery.ops.known_sums import keep_sums, known_sums
 from flysurgery.ops.layer_norm import LayerNorm
 from flysurgery.ops.linear_residual import LinearResidual
@@ -190,6 +191,8 @@ def _feed_forward(x: Tensor, given: FeedForward) -> tuple[Tensor, Kept]:
     if _halves(x) and isinstance(up, FusedFactors) and isinstance(down, FusedFactors):
         if whole_reason(x, norm, up, down) is None:
             return run(x, given), ()
+        if takes_each_factor(x, up, down):  # with the norm in their weights, packing would take more launches
+            return run_wide_ffn(_normed(x, norm), None, up, down, activation, scale, x if residual else None), ()
         if epilogue_reason(x, up) is None and epilogue_reason(x, down) is None:
             hidden = linear_epilogue(_normed(x, norm), up, activation)
             return linear_epilogue(hidden, down, "none", x if residual else None, scale), ()
