@@ -141,7 +141,7 @@ def test_exports_hold_plain_operators_alone(strict: bool, monkeypatch: pytest.Mo
     layer, x = Composed(lambda self, x: ks_linear(x, tuple(self.factors)), factors=factors), make_input(5, SQUARE.in_features, FP32)
     exported = torch.export.export(layer, (x,), strict=strict)
     assert {str(node.target).split(".")[0] for node in exported.graph.nodes if node.op == "call_function"} <= {"aten"}
-    assert_bounded(exported.module()(x), x, tuple(layer.factors), None, FP32)
+    assert_bounded(exported.module()(x), x, tuple(factors), None, FP32)
 
 
 def test_the_operator_refuses_what_does_not_fit() -> None:
