@@ -1,7 +1,8 @@
-"""Every error that flysurgery raises on purpose: one clear sentence, and the exit code of the command line."""
+"""Every error that flysurgery raises on purpose: a clear sentence and an exit code; and the reason why something stays as it was."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 
 class FlysurgeryError(Exception):
@@ -95,3 +96,11 @@ def raised_as(kind: type[FlysurgeryError], what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise kind(f"{what}: {first_line(error)}") from error
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a layer stays dense, or a group of layers is not fused: a code for programs and a sentence for people."""
+
+    code: str
+    text: str

@@ -13,12 +13,12 @@
 // multiplies weights by powers of two, and the image's header says by which ones sums are multiplied, so that operands are at most 2^15;
 // pairs lose 2^-40 of that.
 //
-// Weights arrive as panels in the order of use (flysurgery/gpu/ffn_image.py), through the ring of panel_ring.cuh.
+// Weights arrive as panels in the order of use (flysurgery/gpu/ffn.py), through the ring of panel_ring.cuh.
 //
 // Measured on an H200, 25216 rows of width 384: fp32 179 us by the patterns of Gonon et al., 165 by Monarch's, tf32 112 and 108.
 // The products at the rate of a large one would take 0.53 and 0.46 of the first two, the bytes 19 us.
 //
-// Limits: sm_90a; rows of x at multiples of 16 bytes; a norm stands before the block; sizes as in ffn_float_tiling.py.
+// Limits: sm_90a; rows of x at multiples of 16 bytes; a norm stands before the block; sizes as in ffn_tiling.py.
 
 #include "exact_activation.cuh"
 #include "ffn_lanes.cuh"

@@ -11,7 +11,7 @@
 // One more warpgroup loads data by the copy engine. A thread of its first warp loads the panels. One of each other warp loads the rows of a
 // warpgroup, 64 columns at a time, as soon as the products with those of the class before are done. No thread reads these data itself.
 //
-// Panels of 64 inputs of 128 columns lie in the order of use, as the biases do (flysurgery/gpu/ffn_middle.py). The activation takes half of
+// Panels of 64 inputs of 128 columns lie in the order of use, as the biases do (flysurgery/gpu/factor_by_factor.py). The activation takes half of
 // its argument: weights and biases of the second factor are halved.
 //
 // Floor: the products.

@@ -18,7 +18,7 @@
 // of 64 rows. The mean is subtracted from rows in registers, and u is divided by the deviation; the norm's weight and bias lie in
 // K1 and bias.
 //
-// Weights arrive as panels in the order of use (flysurgery/gpu/ffn_image.py), with their float32 biases and scales.
+// Weights arrive as panels in the order of use (flysurgery/gpu/ffn.py), with their float32 biases and scales.
 // h is calculated in units of kHiddenUnit, which u is divided by, and act(h), v and the sums of the last factor in half of that: see activation.cuh.
 // Biases and scales were packed so; where there is no scale, the last step multiplies.
 //

@@ -13,9 +13,8 @@ from flysurgery.bench.measuring import MEASURED, Case, Protocol, checked_rows, r
 from flysurgery.bench.rows import Job, Record
 from flysurgery.bench.timing import TIMED_MODES
 from flysurgery.bench.variants import OPTIMIZED, chosen_backends, definitions, dense_linear, fused_modules, reset
-from flysurgery.errors import OptionError, first_line
+from flysurgery.errors import OptionError, Reason, first_line
 from flysurgery.patterns import Architecture
-from flysurgery.reason import Reason
 from flysurgery.surgery import LayerPlan, Plan, install, named_candidates, sample_shape
 from flysurgery.surgery.change import build_empty
 from flysurgery.tables import grouped

@@ -12,7 +12,7 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.kernel import current_stream, float_bits, kernel_of, sized_kernel
 from flysurgery.gpu.modes import HALF_MODES, HALVES, macros
-from flysurgery.gpu.replay.recording import fresh
+from flysurgery.gpu.recording import fresh
 from flysurgery.gpu.tensor_map import boxes
 
 _HEAD = 64

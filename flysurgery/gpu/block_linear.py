@@ -17,7 +17,7 @@ from flysurgery.gpu.kernel import current_stream, float_bits, kernel_of
 from flysurgery.gpu.layer_norm import row_moments
 from flysurgery.gpu.modes import HALF_MODES, macros
 from flysurgery.gpu.parts import Norm, present, sent_through
-from flysurgery.gpu.replay.recording import fresh, rely_on
+from flysurgery.gpu.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import boxes
 from flysurgery.gpu.tiling import run_of
 from flysurgery.gpu.weight_cache import derived_for_launch

@@ -16,7 +16,7 @@ from flysurgery.gpu.fused_linear import readable
 from flysurgery.gpu.kernel import current_stream, kernel_of
 from flysurgery.gpu.modes import HALF_MODES, macros
 from flysurgery.gpu.parts import FusedFactors, Norm, present
-from flysurgery.gpu.replay.recording import fresh, rely_on
+from flysurgery.gpu.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import boxes
 from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Architecture, Pattern

@@ -17,7 +17,7 @@ from flysurgery.gpu.fused_linear import readable, strides_of
 from flysurgery.gpu.kernel import current_stream, float_bits, kernel_of
 from flysurgery.gpu.modes import HALF_MODES, HALVES, WEIGHT_SHIFT, in_halves, macros, scaled_rows
 from flysurgery.gpu.parts import Dense, Linear, Norm, present
-from flysurgery.gpu.replay.recording import fresh
+from flysurgery.gpu.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
 
 _CHUNK = 32  # inputs of which a lane takes adjacent 16 bytes

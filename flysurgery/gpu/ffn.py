@@ -25,7 +25,7 @@ from flysurgery.gpu.image import HEADER_BYTES, in_cores, input_order, output_ord
 from flysurgery.gpu.kernel import current_stream, float_bits, kernel_of
 from flysurgery.gpu.modes import WEIGHT_EXPONENT, dtype_of, in_halves, mode_for
 from flysurgery.gpu.parts import FusedFactors, Norm, present, sent_through
-from flysurgery.gpu.replay.recording import fresh
+from flysurgery.gpu.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Architecture
 

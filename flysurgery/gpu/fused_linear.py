@@ -13,7 +13,7 @@ from flysurgery.gpu.image import pack, panel_indices
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel, rows_and_stride
 from flysurgery.gpu.modes import dtype_of, macros
 from flysurgery.gpu.parts import FusedFactors, Norm, present, sent_through
-from flysurgery.gpu.replay.recording import fresh
+from flysurgery.gpu.recording import fresh
 from flysurgery.gpu.table import TunedCase, chosen_by_table, meet, rows_bucket, tuned_config
 from flysurgery.gpu.tiling import FusedConfig, Tiling, configs, every_config, fits, tiling
 from flysurgery.gpu.weight_cache import derived_for_launch

@@ -6,7 +6,7 @@ from torch import Tensor
 from flysurgery.gpu.fused_linear import readable, strides_of
 from flysurgery.gpu.kernel import current_stream, rows_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
-from flysurgery.gpu.replay.recording import fresh
+from flysurgery.gpu.recording import fresh
 
 _THREADS = 256
 _VECTOR_BYTES = 16

@@ -17,7 +17,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.compile import cuda_module, find_cubin
 from flysurgery.gpu.modes import macros
-from flysurgery.gpu.replay.recording import present_recording
+from flysurgery.gpu.recording import present_recording
 from flysurgery.gpu.tensor_map import Boxes
 
 Argument = Tensor | Boxes | int | None

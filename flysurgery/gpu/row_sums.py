@@ -9,6 +9,7 @@ from flysurgery.gpu.fused_linear import packed
 from flysurgery.gpu.gated import gated_obstacle
 from flysurgery.gpu.kernel import current_stream, rows_kernel
 
+_KEPT = "_flysurgery_sums"
 _STRIP_BYTES = 256
 """Of a row, in a block."""
 _WARPS = 32
@@ -66,3 +67,29 @@ def _launch(u: Tensor | None, gradient: Tensor, activation: str) -> Tensor:  # s
         (strips, parts, 1), (32 * warps, 1, 1), 0, current_stream(index), u, gradient, sums, rows, early=True
     )
     return sums
+
+
+def keep_sums(
+    gradient: Tensor,  # shape: (batch..., features)
+    sums: Tensor | None,  # shape: (parts, features), float32 or wider, to be added up; None where they are not known
+) -> None:
+    """Note the sums of a gradient's rows on the tensor itself, with what it is now.
+
+    So a copy, a sum of gradients and what a hook gives in its place know nothing of them.
+    """
+    if sums is not None:
+        setattr(gradient, _KEPT, (sums, *_present(gradient)))
+
+
+def known_sums(gradient: Tensor) -> Tensor | None:  # shape: (parts, features)
+    """The sums of this gradient's rows; None where they are not known, it has been written to, or another stream is the current one.
+
+    Writes are those that PyTorch counts, as it does for tensors that it saves: those through ``.data`` are not.
+    """
+    sums, *kept = getattr(gradient, _KEPT, (None,))
+    return sums if kept == [*_present(gradient)] else None
+
+
+def _present(gradient: Tensor) -> tuple[int, int | None]:
+    """How often it has been written to, and the current stream."""
+    return gradient._version, current_stream(gradient.device.index) if gradient.is_cuda else None

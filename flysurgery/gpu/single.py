@@ -9,7 +9,7 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, in_rows, kernel_of
 from flysurgery.gpu.modes import HALVES, dtype_of, in_halves, scaled_rows
-from flysurgery.gpu.replay.recording import fresh
+from flysurgery.gpu.recording import fresh
 from flysurgery.gpu.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling, candidates, single_reason
 from flysurgery.patterns import Pattern
 

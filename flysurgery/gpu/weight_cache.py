@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from flysurgery.gpu.branch import ahead, know
-from flysurgery.gpu.replay.recording import mark_changed, rely_on
+from flysurgery.gpu.recording import mark_changed, rely_on
 from flysurgery.gpu.uncounted_writes import Trust, doubt
 from flysurgery.torch_state import without_autocast
 

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from flysurgery.errors import WalkError
+from flysurgery.errors import Reason, WalkError
 from flysurgery.inference.graph import Calls, UnfitError, attempt, below, operators, read, sole_user, watch
 from flysurgery.inference.match import AttentionOut, BlockMatcher, BlockPart, FeedForwardGroup, Matcher, NormModule, ProjectionGroup
 from flysurgery.inference.standin import Condition, StandInMethod, Together, is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
-from flysurgery.reason import Reason
 from flysurgery.walker import Example, Survey, is_in_place, name_of, shape_of
 
 METHOD = "_pos_embed"

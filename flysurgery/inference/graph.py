@@ -11,8 +11,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flysurgery.errors import WalkError, first_line
-from flysurgery.reason import Reason
+from flysurgery.errors import Reason, WalkError, first_line
 from flysurgery.walker import Example, Survey, is_in_place, name_of, run_fake, shape_of, survey
 
 Made = TypeVar("Made")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flysurgery.errors import BackendError, InferenceError, WalkError
+from flysurgery.errors import BackendError, InferenceError, Reason, WalkError
 from flysurgery.inference import clock
 from flysurgery.inference.find_groups import find_groups
 from flysurgery.inference.first_tokens import FirstTokensForward
@@ -17,7 +17,6 @@ from flysurgery.inference.fused_modules import Step
 from flysurgery.inference.replacement import Replacement, Replacements, find_replacements
 from flysurgery.inference.standin import Fused, is_optimized, put, restore, view
 from flysurgery.ops import Attention, Way
-from flysurgery.reason import Reason
 from flysurgery.tables import grouped, text_table
 from flysurgery.torch_state import autocast_dtype
 from flysurgery.walker import Example, example_input

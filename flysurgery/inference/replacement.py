@@ -9,6 +9,7 @@ from torch import nn
 from torch.fx import Node
 
 from flysurgery import ops
+from flysurgery.errors import Reason
 from flysurgery.inference.clock import Shapes
 from flysurgery.inference.find_groups import METHOD, Embedding, Findings
 from flysurgery.inference.first_tokens import FirstTokens, FirstTokensForward, Unchanged, last_reading
@@ -17,7 +18,6 @@ from flysurgery.inference.fused_modules import EmbeddingStep, Input, Normalized,
 from flysurgery.inference.graph import UnfitError, attempt, below
 from flysurgery.inference.match import Attended, BlockPart, FeedForwardGroup, NormModule, ProjectionGroup
 from flysurgery.inference.standin import Condition, Fused, Passed, StandInMethod, Stepped, Together, Undropped, above, is_plain, view
-from flysurgery.reason import Reason
 from flysurgery.walker import shape_of
 
 OWN_FORWARD = Reason("own-forward", "the model itself has a forward that was set on it, in whose place no other is put")

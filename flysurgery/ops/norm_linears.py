@@ -120,3 +120,26 @@ def _multiplied(x: Tensor, group: Sequence[Linear]) -> Tensor:
     (linear,) = group
     by_pairs = isinstance(linear, Dense) and x.dtype == torch.float32 and not tf32_allowed()
     return linear_epilogue(x, linear) if by_pairs and epilogue_reason(x, linear) is None else multiplied(x, linear)
+
+
+class LayerNorm(NamedTuple):
+    """The norm of x: (batch..., features). Without gradients PyTorch computes it."""
+
+    norm: Norm
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.norm.tensors
+
+    @property
+    def form(self) -> tuple[Hashable, ...]:
+        return "norm", *self.norm.form
+
+    def wrong(self, x: Tensor) -> str | None:
+        return wrong_norm(self.norm, x.shape[-1])
+
+    def stages(self, x: Tensor) -> Stages | str:
+        return "a norm by itself is fused with its gradients alone"
+
+    def plainly(self, x: Tensor) -> Tensor:
+        return plain_norm(x, self.norm)

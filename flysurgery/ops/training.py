@@ -22,15 +22,13 @@ from flysurgery.gpu.layer_norm import norm_gradient, present_norm
 from flysurgery.gpu.modes import mode_for
 from flysurgery.gpu.parts import FusedFactors, Gated, Linear, Norm, present
 from flysurgery.gpu.product import run_product
-from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
+from flysurgery.gpu.row_sums import activation_gradient, keep_sums, known_sums, sum_of_rows
 from flysurgery.gpu.uncounted_writes import doubt_trained
 from flysurgery.gpu.weight_cache import training
 from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
 from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward, takes_each_factor
-from flysurgery.ops.known_sums import keep_sums, known_sums
-from flysurgery.ops.layer_norm import LayerNorm
 from flysurgery.ops.linear_residual import LinearResidual
-from flysurgery.ops.norm_linears import NormLinears
+from flysurgery.ops.norm_linears import LayerNorm, NormLinears
 from flysurgery.ops.one_launch import epilogue_reason, in_one_launch, linear_epilogue, whole_reason
 from flysurgery.ops.ways import Operation, reason, run
 from flysurgery.torch_state import is_tracing, refuse_second_derivative, without_autocast

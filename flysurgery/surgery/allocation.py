@@ -11,11 +11,10 @@ from typing import TypeAlias
 from torch import nn
 
 from flysurgery.calibration import Data
-from flysurgery.errors import OptionError, PatternError, PlanError
+from flysurgery.errors import OptionError, PatternError, PlanError, Reason
 from flysurgery.fidelity import Progress
 from flysurgery.patterns import Architecture, gonon, low_rank, monarch
 from flysurgery.projection import OutputError
-from flysurgery.reason import Reason
 from flysurgery.surgery.apply import check_calibration, check_plan, check_weights
 from flysurgery.surgery.choices import Point, TimedGroup, Tradeoff
 from flysurgery.surgery.option_errors import Option, Unit, judge, look

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.calibration import Data
-from flysurgery.errors import FlysurgeryError, InferenceError, OptionError, PlanError, first_line
+from flysurgery.errors import FlysurgeryError, InferenceError, OptionError, PlanError, Reason, first_line
 from flysurgery.fidelity import Progress
 from flysurgery.inference import clock
 from flysurgery.inference.find_groups import Findings, find_groups
@@ -21,7 +21,6 @@ from flysurgery.inference.optimize import MEASURED_IMAGES, optimize
 from flysurgery.inference.replacement import Candidate, find_replacements
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture
-from flysurgery.reason import Reason
 from flysurgery.surgery.allocation import DENSE, Allocation, Picks, check_budget, named_candidates, prepare
 from flysurgery.surgery.apply import install
 from flysurgery.surgery.choices import Measurement, TimedChoice, TimedGroup, Tradeoff

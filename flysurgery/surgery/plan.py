@@ -8,10 +8,9 @@ from itertools import pairwise
 from math import prod
 from typing import Any, Literal
 
-from flysurgery.errors import PatternError, PlanError, shown
+from flysurgery.errors import PatternError, PlanError, Reason, shown
 from flysurgery.layers import SplitLinear
 from flysurgery.patterns import MAX_FEATURES, Architecture, check_fits, family_of
-from flysurgery.reason import Reason
 from flysurgery.surgery.serial import LATER, as_json, from_json
 from flysurgery.tables import blocks_of_text, changes_table, kept_table, layer_totals, replaced_table
 from flysurgery.walker import Role, Switch

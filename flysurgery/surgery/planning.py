@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flysurgery.errors import OptionError, PatternError, PlanError, SelectionError
+from flysurgery.errors import OptionError, PatternError, PlanError, Reason, SelectionError
 from flysurgery.patterns import ARCHITECTURES, OF_BLOCKS, Architecture, named
-from flysurgery.reason import Reason
 from flysurgery.surgery.base import find_base
 from flysurgery.surgery.change import refuse_converted
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Part, Plan

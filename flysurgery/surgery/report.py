@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from flysurgery.errors import Reason
 from flysurgery.fidelity import ENOUGH, Fidelity, Reconstruction
-from flysurgery.reason import Reason
 from flysurgery.surgery.choices import Measurement, Tradeoff
 from flysurgery.surgery.plan import LayerPlan
 from flysurgery.surgery.serial import as_json

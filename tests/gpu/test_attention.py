@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flysurgery import ops
 from flysurgery.gpu.attention import run_attention
-from flysurgery.ops.known_sums import known_sums
+from flysurgery.gpu.row_sums import known_sums
 from tests.support.blocks import check_replay
 from tests.support.problems import keep_bits
 from tests.support.tolerance import ARITHMETICS, TF32, Arithmetic, assert_epilogue_comparable, assert_equal

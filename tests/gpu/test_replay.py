@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flysurgery.gpu import remembered_calls
 from flysurgery.gpu.kernel import Kernel
-from flysurgery.gpu.replay import remembered_calls
-from flysurgery.gpu.replay.recording import fresh, rely_on
-from flysurgery.gpu.replay.remembered_calls import Repeating, forget_moved
+from flysurgery.gpu.recording import fresh, rely_on
+from flysurgery.gpu.remembered_calls import Repeating, forget_moved
 from flysurgery.gpu.weight_cache import derived, forget_derived
 from tests.support.tolerance import assert_equal
 

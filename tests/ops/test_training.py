@@ -11,8 +11,8 @@ from torch.nn import functional
 from flysurgery.errors import InferenceError
 from flysurgery.gpu import branch
 from flysurgery.gpu.branch import begin_ahead
+from flysurgery.gpu.row_sums import keep_sums
 from flysurgery.ops import Attention, FeedForward, Gated, attended, trained, trained_with_x, training_reason
-from flysurgery.ops.known_sums import keep_sums
 from tests.support import blocks
 from tests.support.blocks import TRAINED, dense, to_train
 from tests.support.captured import races_of_steps, take_hidden_units

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
 
-from flysurgery.errors import OptionError, PatternError, PlanError, SelectionError, SurgeryError
+from flysurgery.errors import OptionError, PatternError, PlanError, Reason, SelectionError, SurgeryError
 from flysurgery.patterns import Architecture, low_rank, monarch, named
-from flysurgery.reason import Reason
 from flysurgery.surgery import ExampleInput, LayerPlan, Part, Plan, apply, densify, plan
 from flysurgery.surgery.base import find_base
 from flysurgery.walker import Switch, walk

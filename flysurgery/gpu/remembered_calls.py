@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.gpu.kernel import Series, current_device, current_stream
-from flysurgery.gpu.replay.recording import Address, Recording, present_recording
+from flysurgery.gpu.recording import Address, Recording, present_recording
 from flysurgery.gpu.tensor_map import WORDS, Boxes
 from flysurgery.gpu.uncounted_writes import Trust
 from flysurgery.torch_state import is_tracing, tf32_allowed

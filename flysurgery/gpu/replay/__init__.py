@@ -1,1 +1,0 @@
-"""Calls that launch again what they launched before."""
