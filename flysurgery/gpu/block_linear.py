@@ -196,9 +196,8 @@ def pack_blocks(
         factor, sent = norm.folded_into(factor.double())
         shift = sent if bias is None else bias.double() if sent is None else bias.double() + sent
         sums = sent_through(factor.new_ones(tile.factor.in_features), (factor * times).to(dtype).double())
-    (image,) = _packer(tile, dtype, factor.device)((factor,))
-    image = image[: tile.weight_indices.size]
-    image, alone = image if times == 1.0 else image * times, _alone(tile, factor.device)
+    (image,) = _packer(tile, dtype, factor.device)((factor if times == 1.0 else factor * times,))
+    image, alone = image[: tile.weight_indices.size], _alone(tile, factor.device)
     if shift is None and scale is None and sums is None:
         return image, alone
     zeros, ones, _ = alone

@@ -102,8 +102,11 @@ def begin_ahead(device: torch.device) -> None:
 def _put_behind(main: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
     """Let a branch wait for all that is queued on the stream it belongs to."""
     side.wait_stream(main)
-    states = {memory: (identity, counter._version, memory.data_ptr()) for memory, (identity, counter) in [*_known.items()]}
-    _forks[side] = moment(), WeakKeyDictionary(states)
+    states: _States = WeakKeyDictionary()
+    for memory in [each for reference in _known.keyrefs() if (each := reference()) is not None]:  # other threads may add to it
+        identity, counter = _known[memory]
+        states[memory] = identity, counter._version, memory.data_ptr()
+    _forks[side] = moment(), states
 
 
 def _ordered(source: Tensor, states: _States) -> bool:

@@ -121,7 +121,8 @@ def run_wide_ffn(
     """
     kinds, limit = (up.architecture, down.architecture), shared_limit_of(x.device.index)
     first, second, third, last = _taken(wide_tilings(*kinds, limit), x.dtype)
-    x, residual = readable(x), None if residual is None else readable(residual)
+    given, x = x, readable(x)
+    residual = x if residual is given else None if residual is None else readable(residual)
     u = multiply_blocks(first, x, up.factors[1:], norm=norm, moments=moments)
     # Every second product goes backwards: it begins with the rows that were written last and are still in the L2 cache.
     joined = fills_rounds(x.shape[0], middle_places(*kinds, x.device.index))

@@ -60,9 +60,10 @@ _holding: WeakValueDictionary[int, Repeating] = WeakValueDictionary()
 
 def forget_moved() -> None:
     """Discard recordings whose parameters have changed since, and with them the memory that these left and what was packed from it."""
-    for repeating in [*_holding.values()]:
-        parameters, _ = repeating._known
-        if parameters is not None and not parameters.same():
+    for reference in _holding.valuerefs():  # a list of its own, as other threads may add to the dictionary
+        repeating = reference()
+        parameters, _ = (None, None) if repeating is None else repeating._known
+        if repeating is not None and parameters is not None and not parameters.same():
             repeating._known = None, {}
 
 

@@ -86,8 +86,8 @@ def known_sums(gradient: Tensor) -> Tensor | None:  # shape: (parts, features)
 
     Writes are those that PyTorch counts, as it does for tensors that it saves: those through ``.data`` are not.
     """
-    sums, *kept = getattr(gradient, _KEPT, (None,))
-    return sums if kept == [*_present(gradient)] else None
+    kept = getattr(gradient, _KEPT, None)
+    return kept[0] if kept is not None and kept[1:] == _present(gradient) else None
 
 
 def _present(gradient: Tensor) -> tuple[int, int | None]:

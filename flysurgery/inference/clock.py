@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from flysurgery.ops import taking
@@ -204,17 +203,25 @@ def with_gradients(call: Way, modules: nn.Module, images: Collection[torch.Size]
 def rehearsed(model: nn.Module) -> Iterator[None]:
     """A block after which the model and random states are as before, whatever forwards and backwards in training mode did to them.
 
-    Inside, buffers are copies, and other parameters share the memory of the model's own: graphs, hooks and streams of earlier passes stay
-    out of it, and so does autocast's cache.
+    Inside, other parameters share the memory of the model's own, whose graphs, hooks and streams of earlier passes stay out of it, and so
+    does autocast's cache.
     """
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()
-    others: dict[str, Tensor] = {name: nn.Parameter(each.detach(), each.requires_grad) for name, each in model.named_parameters()}
-    others |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    devices = {each.device.index for each in model.parameters() if each.is_cuda}
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    own = [(module, name, each) for module in model.modules() for name, each in module._parameters.items() if each is not None]
+    others = {id(each): nn.Parameter(each.detach(), each.requires_grad) for _, _, each in own}
+    for module, name, each in own:
+        module._parameters[name] = others[id(each)]
     try:
-        with _reparametrize_module(model, others, tie_weights=True), torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices={each.device.index for each in model.parameters() if each.is_cuda}):
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)
+        for module, name, each in own:
+            module._parameters[name] = each
+        with torch.no_grad():
+            for buffer, value in before:
+                if not buffer.is_meta and not torch.equal(buffer, value):
+                    buffer.copy_(value)

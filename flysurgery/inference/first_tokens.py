@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from types import CodeType
 from typing import Any
@@ -77,22 +78,23 @@ def _suffices(seen: Survey, tokens: FirstTokens, trains: bool) -> bool:
     if not all(isinstance(each, Tensor) for each in seen.example):
         return False
     block, kept = seen.double.get_submodule(tokens.block), list[object]()
-    whole = operators(seen, kept)
-    hook = block.register_forward_hook(lambda module, args, result: result[:, : tokens.count])
-    try:
-        if kept or _without_shapes(operators(seen)) != _without_shapes(whole):
-            return False
-        hook.remove()
-        if not trains:
-            return True
-        seen.double.train()
-        with rehearsed(seen.double):  # in training mode a forward may write to buffers
+    # In training mode a forward may write to buffers, and casts are those of autocast without a cache.
+    with rehearsed(seen.double) if trains else nullcontext():
+        whole = operators(seen, kept)
+        hook = block.register_forward_hook(lambda module, args, result: result[:, : tokens.count])
+        try:
+            if kept or _without_shapes(operators(seen)) != _without_shapes(whole):
+                return False
+            hook.remove()
+            if not trains:
+                return True
+            seen.double.train()
             return operators(seen) == whole
-    except Exception:  # the forward may raise anything
-        return False
-    finally:
-        hook.remove()
-        seen.double.eval()
+        except Exception:  # the forward may raise anything
+            return False
+        finally:
+            hook.remove()
+            seen.double.eval()
 
 
 def _without_shapes(notes: list[tuple[object, ...]]) -> list[tuple[object, ...]]:

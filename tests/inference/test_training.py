@@ -184,7 +184,8 @@ def test_measuring_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(self: Any, x: Tensor, mask: Tensor) -> Tensor:
         return self.model(self.norm(torch.where(mask, functional.dropout(x), 0.0)))
 
-    model = Composed(step, model=learning(), norm=nn.BatchNorm2d(3))
+    norm = nn.BatchNorm2d(3)
+    model = Composed(step, model=learning(), norm=norm, same=nn.Sequential(norm))  # one module under two names
     x = images(model.model)
     own, before = [*model.parameters(), *model.buffers()], [torch.get_rng_state(), *map(torch.clone, model.buffers())]
     assert flysurgery.optimize(model, (x, x > 0), training=True).fused

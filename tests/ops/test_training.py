@@ -41,6 +41,14 @@ def test_gradients_are_those_of_the_definition(name: str) -> None:
         assert_near(ours, theirs)
 
 
+def test_a_gradient_may_come_from_inference_mode() -> None:
+    x, operation = to_train("dense q, k, v", ROWS, WIDTH)
+    with torch.inference_mode():
+        dy = torch.ones_like(operation.plainly(x))
+    (found,) = torch.autograd.grad(trained(x, operation), (x,), dy)
+    assert_near(found, torch.autograd.grad(operation.plainly(x).sum(), (x,))[0])
+
+
 @pytest.mark.parametrize("needs_x", [True, False])
 @pytest.mark.parametrize("name", ["dense q, k, v", "factors side by side", "factors beside dense", "norm without weights"])
 def test_the_gradient_of_other_uses_of_x_is_added(name: str, needs_x: bool) -> None:
