@@ -21,7 +21,6 @@ from flysurgery.gpu.attention import (
 from flysurgery.gpu.device import kernels_take, shared_limit_of
 from flysurgery.gpu.modes import HALF_MODES, mode_for
 from flysurgery.gpu.row_sums import keep_sums
-from flysurgery.ops.vectors import copy_wide
 from flysurgery.ops.ways import Stage, Stages
 from flysurgery.torch_state import is_tracing, refuse_second_derivative
 
@@ -179,5 +178,5 @@ class _Parts(torch.autograd.Function):
         shape, dtype, device = ctx.like
         whole = torch.empty(shape, dtype=dtype, device=device)
         for place, gradient in zip(ctx.places, gradients, strict=True):
-            copy_wide(whole.as_strided(*place), gradient)
+            whole.as_strided(*place).copy_(gradient)
         return whole, None
