@@ -300,7 +300,7 @@ def read_many(read: Callable[[Item], Tensor], items: Iterable[Item]) -> Iterator
             threads.shutdown(cancel_futures=True)  # nobody asks for the rest
 
 
-def sentence_of(error: DataError) -> DataError:
+def without_traceback(error: DataError) -> DataError:
     """Give the error of a reading process as its sentence alone: the process sends it as the last line of a traceback."""
     return DataError(str(error).strip().splitlines()[-1].rpartition("DataError: ")[2])
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from flysurgery.calibration import Samples, main_output, samples_of, unchanged_state
 from flysurgery.errors import DataError, OptionError, SurgeryError, WalkError
-from flysurgery.evaluation.data import ImageData, load_unseen, preparation, sentence_of
+from flysurgery.evaluation.data import ImageData, load_unseen, preparation, without_traceback
 from flysurgery.fidelity import Fidelity, measure_fidelity
 from flysurgery.inference import is_optimized
 from flysurgery.surgery import classes_of, plan_of
@@ -68,7 +68,7 @@ def evaluate(
                 among += int(right.sum())
                 samples += len(labels)
     except DataError as error:
-        raise (sentence_of(error) if isinstance(data, ImageData) else error) from error
+        raise (without_traceback(error) if isinstance(data, ImageData) else error) from error
     if not samples:
         raise DataError("there are no images to measure the accuracy on; an iterator that was gone through before gives none")
     return Accuracy(first / samples, among / samples, samples, perf_counter() - started)

@@ -15,7 +15,7 @@ from torch import Tensor
 from flysurgery.calibration import Pictures
 from flysurgery.errors import DataError, OptionError
 from flysurgery.evaluation import Fractals, Preparation
-from flysurgery.evaluation.data import MAX_WORKERS, sentence_of
+from flysurgery.evaluation.data import MAX_WORKERS, without_traceback
 from flysurgery.fidelity import VIEWS, made_ahead, views
 from flysurgery.finetune.settings import BATCH, Settings
 
@@ -117,7 +117,7 @@ def loaded_batches(
             except StopIteration:
                 return
             except DataError as error:
-                raise sentence_of(error) from error
+                raise without_traceback(error) from error
             if index >= start:
                 yield images.to(here.device), classes.to(here.device)
 

@@ -38,7 +38,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
 }
 
-NARROWEST = 512
+NARROWEST_BLOCK = 512
 """From this many features on, one launch for each factor is faster; timed as for ``norm_linears``."""
 
 
@@ -190,7 +190,7 @@ def _gate_and_value(x: Tensor, up: Gated) -> tuple[Tensor, Tensor]:
 
 def takes_each_factor(x: Tensor, up: FusedFactors, down: FusedFactors) -> bool:
     """Whether a block that no kernel takes as a whole is multiplied factor by factor."""
-    return x.shape[-1] >= NARROWEST and wide_ffn_obstacle(up.architecture, down.architecture, x.dtype, x.device.index) is None
+    return x.shape[-1] >= NARROWEST_BLOCK and wide_ffn_obstacle(up.architecture, down.architecture, x.dtype, x.device.index) is None
 
 
 def _each_factor(x: Tensor, block: FeedForward, places: int) -> Stage:

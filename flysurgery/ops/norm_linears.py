@@ -31,7 +31,7 @@ from flysurgery.torch_state import tf32_allowed
 MOMENTS = "moments"
 """The launch of a norm before factors that finds the mean and the deviation of each row."""
 
-NARROWEST = 768
+NARROWEST_GROUP = 768
 """From this many features on, a launch for each factor of linears that share x is faster, for few rows.
 
 ``recipes/kernel_tables.py wide`` of commit 880089d timed both ways, for few rows and many.
@@ -109,7 +109,7 @@ def _takes_each_factor(x: Tensor, group: Sequence[FusedFactors], together: bool)
     between = max(architecture.inner_features, default=0)
     if together and between <= WIDEST_TOGETHER and x.numel() >= ROWS_TOGETHER * between * features:
         return False
-    return features >= NARROWEST and wide_group_obstacle(architecture, len(group), x.dtype, x.device.index) is None
+    return features >= NARROWEST_GROUP and wide_group_obstacle(architecture, len(group), x.dtype, x.device.index) is None
 
 
 def _multiplied(x: Tensor, group: Sequence[Linear]) -> Tensor:
