@@ -176,6 +176,7 @@ def test_a_dry_run_measures_and_nothing_is_written_where_nothing_is_faster(
 PROGRAM = """
 import os, signal, sys
 from flysurgery.cli import main
+from flysurgery.errors import DataError
 from flysurgery.fidelity import reconstruction
 how, measure, calls = sys.argv[1], reconstruction.measure_fidelity, []
 def fails(*arguments):
