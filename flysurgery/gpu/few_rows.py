@@ -308,11 +308,6 @@ def run_few_rows(
     return y
 
 
-def run_some_rows(x: Tensor, group: Sequence[Linear], activation: str, residual: Tensor | None, scale: Tensor | None, mode: str) -> Tensor:
-    """``run_few_rows`` by the kernel for some hundred rows."""
-    return run_few_rows(x, None, group, activation, residual, scale, mode)
-
-
 def _lies_in_place(group: Sequence[Linear], dtype: torch.dtype) -> bool:
     """Whether the kernel reads the weights where they lie: those of one dense linear."""
     linear = group[0]

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from flysurgery.gpu.dense import dense_obstacle, run_dense
 from flysurgery.gpu.device import shared_limit_of
-from flysurgery.gpu.few_rows import most_rows, most_some_rows, run_few_rows, run_some_rows
+from flysurgery.gpu.few_rows import most_rows, most_some_rows, run_few_rows
 from flysurgery.gpu.ffn import ffn_obstacle
 from flysurgery.gpu.fused_linear import fused_reason, run_fused_linears
 from flysurgery.gpu.layer_norm import layer_norm_obstacle, run_layer_norm
@@ -102,9 +102,8 @@ def few_rows_linear(
     Factors are multiplied out when they are packed; dense layers stay.
     """
     rows, added = rows_of(x), None if residual is None else rows_of(residual)
-    if _in_registers(x, group, norm):
-        return like(x, run_few_rows(rows, norm, group, activation, added, scale))
-    return like(x, run_some_rows(rows, group, activation, added, scale, mode_for(x)))
+    mode = None if _in_registers(x, group, norm) else mode_for(x)
+    return like(x, run_few_rows(rows, norm, group, activation, added, scale, mode))
 
 
 def _in_registers(x: Tensor, group: Sequence[Linear], norm: Norm | None) -> bool:

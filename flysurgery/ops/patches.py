@@ -13,6 +13,7 @@ from flysurgery.gpu.gradients import summed
 from flysurgery.gpu.modes import present_mode
 from flysurgery.gpu.parts import present
 from flysurgery.gpu.uncounted_writes import doubt_trained
+from flysurgery.ops.attend import copy_wide
 from flysurgery.ops.ways import Stage, Stages
 from flysurgery.torch_state import is_tracing, refuse_second_derivative, without_autocast
 
@@ -100,14 +101,14 @@ def _multiplied(images: Tensor, given: PatchEmbedding) -> tuple[Tensor, Tensor]:
     added = branch.run(_added, given, patches, images.dtype)
     pixels = images.new_empty((count, before + patches, matrix.shape[1]))
     pixels[:, :before] = 0
-    pixels[:, before:].view(cut.shape).copy_(cut)
+    copy_wide(pixels[:, before:].view(cut.shape), cut)
     branch.join()
     rows, shape = pixels.flatten(0, 1), (count, before + patches, features)
     if added is None or added.dim() == 1:
         y = functional.linear(rows, matrix, added)
     else:
         y = images.new_empty((len(rows), features))
-        y.view(shape).copy_(added.expand(shape))
+        copy_wide(y.view(shape), added.expand(shape))
         y.addmm_(rows, matrix.t())
     return torch.ops.aten._unsafe_view(y, shape), rows  # no view for autograd, so that others may write to it
 

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flysurgery.errors import BackendError, InferenceError
 from flysurgery.ops import PatchEmbedding, embedded, reason, run, ways
+from flysurgery.ops.attend import copy_wide
 
 FEATURES, PATCHES = 6, 12
 TOKENS = {"no token": (), "a class token": (1,), "a class token and registers": (1, 4)}
@@ -139,3 +141,34 @@ def test_images_that_are_no_whole_patches_are_refused_and_kernels_need_a_gpu(req
     request.getfixturevalue("taken")
     for height in (10, 0):
         assert f"images of {height}x16 are not cut into patches of 4x4" in str(reason(IMAGES[:, :, :height], given))
+
+
+class Copies(TorchDispatchMode):
+    """The bytes of an element of each copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = list[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.sizes.append(args[0].element_size())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "first", "of_element"),
+    [
+        *((torch.bfloat16, *sizes) for sizes in ((16, 0, 16), (16, 8, 16), (16, 4, 8), (14, 0, 4), (14, 2, 4), (14, 1, 2), (7, 0, 2))),
+        *((torch.float32, *sizes) for sizes in ((16, 0, 16), (7, 0, 4))),
+        *((torch.float64, *sizes) for sizes in ((2, 0, 16), (7, 0, 8))),
+    ],
+)
+def test_copies_are_wide_and_keep_every_bit(dtype: torch.dtype, columns: int, first: int, of_element: int) -> None:
+    source = torch.arange(3 * 5 * 64).view(3, 5, 64).to(dtype)[:, ::2, first : first + columns].transpose(0, 1)
+    source[0, 0, 0] = torch.nan
+    to = torch.zeros((3, 3, columns), dtype=dtype)
+    with Copies() as seen:
+        copy_wide(to, source)
+    assert seen.sizes == [of_element]
+    assert torch.equal(to.view(torch.uint8), source.contiguous().view(torch.uint8))
