@@ -1,4 +1,4 @@
-"""Sums over rows: of a gradient alone, for a bias, or of what is left of it before an activation, which the same launch computes."""
+"""Sums over rows: of a gradient, for a bias; of what is left of it before an activation, in the same launch; and those found already."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Linears behind a layer norm: what is computed, and which launches compute it."""
+"""A layer norm, alone or with linears behind it: what is computed, and which launches compute it."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
