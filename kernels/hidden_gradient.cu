@@ -1,15 +1,16 @@
 // What the backward pass of a feed-forward block needs of its hidden units, in one launch: h = act(u) for u = x W1ᵀ + b, and du = (dy W2) * act'(u).
+// A tile of hidden units reads some columns of x and some of dy, by a table: all of them, or those that a factor connects with it.
 //
 //     turns of two warpgroups:   x W1ᵀ of A │ x W1ᵀ of B │ dy W2 of A │ dy W2 of B │ x W1ᵀ of the next A │ …
 //     meanwhile the other:                  │ h of A     │ h of B     │ du of A    │ du of B
 //
-// A warpgroup computes 128 rows and 128 hidden units of both products, one after the other, in the same registers: slopes wait for the second product as
+// A warpgroup computes 128 rows and a tile of hidden units of both products, one after the other, in the same registers: slopes wait for the second product as
 // float16. One of two warpgroups multiplies, straight from shared memory, while the other finishes what it has. A thread of a third loads 64
 // features of the rows and of the weights at a time, STAGES of them ahead. Two blocks, a cluster, take the same hidden units, and each
 // loads half of the weights for both.
 //
 // A slot: 128 rows of 64 halves, in the order of wgmma_rows.cuh, then a panel of weights: core matrices of wgmma.cuh. The image (flysurgery/gpu/hidden_gradient.py)
-// has the panels of W1, then of W2, for each 128 hidden units, in an order of columns that gives a lane 8 neighbours of each 32.
+// has the panels of W1, then of W2, for each tile, in an order of columns that gives a lane 8 neighbours of each 32.
 //
 // Sums of du over rows, for the bias: a warp adds up its rows of a tile in float32, before they are rounded, and adds that to what it has written for an
 // earlier tile. Blocks pass over all columns again and again, 256 rows a pass. After `parts` passes the same warps meet the same columns again,
@@ -17,20 +18,22 @@
 //
 // Floor: both products, or the bytes of x, dy, h and du.
 //
-// x, dy: (rows, FEATURES); bias: (HIDDEN,) or null; h, du: (rows, HIDDEN). All are halves.
+// x, dy: (rows, any); bias: (HIDDEN,) or null; h, du: (rows, HIDDEN). All are halves. Bias, du and its sums lie in the order of the tiles.
+// places: (HIDDEN / COLUMNS, 3): the first column of x, of dy and of h of each tile.
 // sums_of_du: (parts, 2, 4, HIDDEN) float32, to be added up. The tiles of `parts` passes, of a cluster, are a multiple of the number of blocks, or they are all.
-// Defines: FEATURES, HIDDEN, MODE (0 fp16, 1 bf16), ACTIVATION (activation_slope.cuh), STAGES.
-// Limits: sm_90a; FEATURES a multiple of 64, HIDDEN one of 128; rows begin at multiples of 16 bytes.
+// Defines: INPUTS and GRADIENTS (stages of 64 columns of x and of dy that a tile reads), HIDDEN, COLUMNS (hidden units of a tile), MODE (0 fp16, 1 bf16),
+// ACTIVATION (activation_slope.cuh), STAGES (slots).
+// Limits: sm_90a; HIDDEN a multiple of COLUMNS, COLUMNS of 32; rows begin at multiples of 16 bytes.
 #include "accumulator_sums.cuh"
 #include "activation_slope.cuh"
 #include "cluster_ring.cuh"
 
-constexpr int kUnits = 2, kRows = 64 * kUnits, kColumns = 128;
+constexpr int kUnits = 2, kRows = 64 * kUnits, kColumns = COLUMNS;
 constexpr int kCluster = 2, kThreads = 3 * 128;
-constexpr int kStages = FEATURES / 64, kTiles = kColumns / 8, kColumnTiles = HIDDEN / kColumns;
+constexpr int kTiles = kColumns / 8, kColumnTiles = HIDDEN / kColumns;
 constexpr int kPanel = kColumns * 128, kSlot = kRows * 128 + kPanel;
 constexpr int kRegisters = 240, kBringing = 24;  // of a multiplying thread, and of a loading thread; together all registers
-static_assert(FEATURES % 64 == 0 && HIDDEN % kColumns == 0, "whole stages and tiles");
+static_assert(HIDDEN % kColumns == 0 && kColumns % 32 == 0, "whole tiles and vectors");
 
 using Ring = ClusterRing<STAGES, kSlot, kCluster>;
 using Sums = float[kUnits][kTiles][4];
@@ -48,6 +51,7 @@ __device__ __forceinline__ float slope_of(u32 two, int which) {
 }
 
 // A warpgroup's turn, from the n-th slot on.
+template <int COUNT>
 __device__ __forceinline__ void multiply(Sums& sums, const Ring& ring, int n, int warpgroup, int lane) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u)
@@ -55,12 +59,12 @@ __device__ __forceinline__ void multiply(Sums& sums, const Ring& ring, int n, in
         for (int c = 0; c < kTiles; ++c)
 #pragma unroll
             for (int e = 0; e < 4; ++e) sums[u][c][e] = 0.0f;
-    multiply_in_turn<kStages>(sums, ring, n, warpgroup, lane);
+    multiply_in_turn<COUNT>(sums, ring, n, warpgroup, lane);
 }
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy, const char* __restrict__ image, const u16* __restrict__ bias,
-                u16* __restrict__ h, u16* __restrict__ du, float* __restrict__ sums_of_du, long long rows, int parts) {
+hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy, const char* __restrict__ image, const int* __restrict__ places,
+                const u16* __restrict__ bias, u16* __restrict__ h, u16* __restrict__ du, float* __restrict__ sums_of_du, long long rows, int parts) {
     extern __shared__ __align__(1024) char memory[];
     // slots | biases of all hidden units, float32 | barriers
     Ring ring;
@@ -90,12 +94,13 @@ hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                 for (int turn = 0; turn < 4; ++turn) {
                     const int tile = pair + turn % 2 * clusters, second = turn / 2;
                     if (tile >= tiles) continue;
-                    const char* panel = image + (long long)(tile % kColumnTiles * 2 + second) * kStages * kPanel + rank * (kPanel / kCluster);
+                    const int stages = second ? GRADIENTS : INPUTS, from = places[tile % kColumnTiles * 3 + second];
+                    const char* panel = image + (long long)(tile % kColumnTiles * (INPUTS + GRADIENTS) + second * INPUTS) * kPanel + rank * (kPanel / kCluster);
 #pragma unroll 1
-                    for (int s = 0; s < kStages; ++s, ++n, panel += kPanel) {
+                    for (int s = 0; s < stages; ++s, ++n, panel += kPanel) {
                         ring.wait_freed(n);
                         barrier_expect(ring.arrival(n), kSlot);
-                        copy_box(ring.slot(n), second ? dy : x, s * 64, row_of(tile), ring.arrival(n));
+                        copy_box(ring.slot(n), second ? dy : x, from + s * 64, row_of(tile), ring.arrival(n));
                         copy_bulk_to_all<kCluster>(ring.slot(n) + kRows * 128 + rank * (kPanel / kCluster), panel, kPanel / kCluster, ring.arrival(n));
                     }
                 }
@@ -117,13 +122,14 @@ hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
             break;
         }
         const int row = row_of(tile) + warp % 4 * 16 + g, column = tile % kColumnTiles * kColumns + t * 8;
-        const auto store = [&](u16* to, int r, int u, int half, const Vector<16>& out) {  // 8 neighbours of one row
+        const auto store = [&](u16* to, int first, int r, int u, int half, const Vector<16>& out) {  // 8 neighbours of one row
             const long long at = row + u * 64 + half * 8;
-            if (at < rows) store_now(to + at * HIDDEN + column + r * 32, out);
+            if (at < rows) store_now(to + at * HIDDEN + first + r * 32, out);
         };
+        const int column_of_h = places[tile % kColumnTiles * 3 + 2] + t * 8;
         Sums sums;
         u32 slopes[kUnits][kTiles][2];
-        multiply(sums, ring, n + warpgroup * kStages, warpgroup, lane);
+        multiply<INPUTS>(sums, ring, n + warpgroup * INPUTS, warpgroup, lane);
 #pragma unroll
         for (int r = 0; r < kColumns / 32; ++r) {
             float shift[8];
@@ -142,10 +148,10 @@ hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                         out.w[k] = round2(value[0], value[1]);
                         slopes[u][r * 4 + k][half] = two_slopes(slope[0], slope[1]);
                     }
-                    store(h, r, u, half, out);
+                    store(h, column_of_h, r, u, half, out);
                 }
         }
-        multiply(sums, ring, n + (turns + warpgroup) * kStages, warpgroup, lane);
+        multiply<GRADIENTS>(sums, ring, n + turns * INPUTS + warpgroup * GRADIENTS, warpgroup, lane);
         const int pass = tile / kColumnTiles;
         float* const part = sums_of_du + (long long)((pass % parts * kCluster + rank) * 4 + warp % 4) * HIDDEN + column + g;
         float total[kColumns / 32];
@@ -169,12 +175,12 @@ hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                         }
                         out.w[k] = round2(value[0], value[1]);
                     }
-                    store(du, r, u, half, out);
+                    store(du, column, r, u, half, out);
                 }
             sum_over_rows(own_sums, lane);
             part[r * 32] = total[r] + own_sums[0];
         }
-        n += 2 * turns * kStages;
+        n += turns * (INPUTS + GRADIENTS);
     }
     cluster_sync();
 }

@@ -110,11 +110,12 @@ def run_wide_ffn(
     scale: Tensor | None,
     residual: Tensor | None,  # shape: (rows, out_features)
     moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
-) -> Tensor:  # shape: (rows, out_features)
+) -> tuple[Tensor, Tensor]:  # shapes: (rows, out_features), (rows, narrow)
     """``residual + scale * down(activation(up(norm(x))))``: a launch for the norm and one for each factor.
 
     The two factors around the activation share a launch where rows fill the rounds of their kernel.
-    With ``moments``, as ``multiply_blocks`` takes them, the norm needs no launch.
+    With ``moments``, as ``multiply_blocks`` takes them, the norm needs no launch. The second result is what the
+    third factor makes, in the order of ``wide_tilings``.
 
     Raises:
         BackendError: the kernel cannot run this; ``wide_ffn_obstacle`` tells beforehand.
@@ -131,7 +132,7 @@ def run_wide_ffn(
     else:
         hidden = multiply_blocks(second, u, up.factors[:1], present(up.bias), activation=activation, backwards=True)
         v = multiply_blocks(third, hidden, down.factors[1:])
-    return multiply_blocks(last, v, down.factors[:1], present(down.bias), scale, residual, backwards=True)
+    return multiply_blocks(last, v, down.factors[:1], present(down.bias), scale, residual, backwards=True), v
 
 
 def run_wide_group(

@@ -33,7 +33,7 @@ def output_order(count: int, run: int, span: int) -> np.ndarray:  # shape: (coun
     return n - within + (held // span * 4 + lane) * span + held % span
 
 
-def places_of(factor: Pattern, i: int, p: np.ndarray, q: np.ndarray, j: int) -> np.ndarray:
+def places_of(factor: Pattern, i: int | np.ndarray, p: np.ndarray, q: np.ndarray, j: int | np.ndarray) -> np.ndarray:
     """Places of factor[i, p, q, j] in the flattened factor, -1 where p or q is."""
     flat = ((i * factor.b + p) * factor.c + q) * factor.d + j
     return np.where((p >= 0) & (q >= 0), flat, -1)

@@ -202,7 +202,8 @@ def _each_factor(x: Tensor, block: FeedForward, places: int) -> Stage:
 
     def run(y: Tensor, x: Tensor, block: Any) -> Tensor:
         rows = rows_of(x)
-        return like(x, run_wide_ffn(rows, *block[:5], residual=rows if block.residual else None, moments=block.moments))
+        y, _ = run_wide_ffn(rows, *block[:5], residual=rows if block.residual else None, moments=block.moments)
+        return like(x, y)
 
     return Stage(launches, run)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.branch import Branch, ahead
-from flysurgery.gpu.device import kernels_take
+from flysurgery.gpu.device import kernels_take, shared_limit_of
 from flysurgery.gpu.factor_by_factor import run_wide_ffn
 from flysurgery.gpu.gradients import summed
 from flysurgery.gpu.hidden_gradient import hidden_gradient_takes, hidden_image, run_hidden_gradient
@@ -25,6 +25,7 @@ from flysurgery.gpu.product import run_product
 from flysurgery.gpu.row_sums import activation_gradient, keep_sums, known_sums, sum_of_rows
 from flysurgery.gpu.uncounted_writes import doubt_trained
 from flysurgery.gpu.weight_cache import training
+from flysurgery.gpu.wide_gradient import WideGradient, scaled_gradient, takes_wide_gradient, wide_gradient
 from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
 from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward, takes_each_factor
 from flysurgery.ops.linear_residual import LinearResidual
@@ -190,7 +191,8 @@ def _feed_forward(x: Tensor, given: FeedForward) -> tuple[Tensor, Kept]:
         if whole_reason(x, norm, up, down) is None:
             return run(x, given), ()
         if takes_each_factor(x, up, down):  # with the norm in their weights, packing would take more launches
-            return run_wide_ffn(_normed(x, norm), None, up, down, activation, scale, x if residual else None), ()
+            y, between = run_wide_ffn(_normed(x, norm), None, up, down, activation, scale, x if residual else None)
+            return y, (between,) if takes_wide_gradient(up, down, x.dtype, x.device.index) else ()
         if epilogue_reason(x, up) is None and epilogue_reason(x, down) is None:
             hidden = linear_epilogue(_normed(x, norm), up, activation)
             return linear_epilogue(hidden, down, "none", x if residual else None, scale), ()
@@ -203,6 +205,8 @@ def _back_feed_forward(
     dy: Tensor, x: Tensor, given: FeedForward, kept: Kept, learning: set[int], branch: Branch
 ) -> tuple[Tensor, FeedForward]:
     assert not isinstance(given.up, Gated), "training_reason says so"
+    if len(kept) == 1:  # what lies between two factors of a wide block
+        return _back_wide(dy, x, given, kept, learning, branch)
     first, last, image = (AsDense(*kept[:3]), AsDense(*kept[3:6]), kept[6]) if kept else _dense_block(x, given)
     normed = _normed(x, given.norm)
     if image is not None:
@@ -212,12 +216,50 @@ def _back_feed_forward(
         of_bias = activation_gradient(hidden, of_sums, given.activation)
     (up,), _ = _gradients(of_sums, normed, first, (given.up,), None, learning, branch, of_bias)
     (down,), scale = _gradients(dy, hidden, last, (given.down,), given.scale, learning, branch)
-    dx, beside, norm = of_sums @ first.weight, dy if given.residual else None, given.norm
-    if norm is not None:
-        dx, norm = _back_norm(x, dx, norm, beside)
-    elif beside is not None:
-        dx = dx + beside
+    dx, norm = _back_block(dy, x, given, of_sums @ first.weight)
     return dx, given._replace(norm=norm, up=up, down=down, scale=scale)
+
+
+def _back_wide(dy: Tensor, x: Tensor, given: FeedForward, kept: Kept, learning: set[int], branch: Branch) -> tuple[Tensor, FeedForward]:
+    """The same for a block of factors that was multiplied factor by factor."""
+    up, down, scale = given.up, given.down, given.scale
+    assert isinstance(up, FusedFactors) and isinstance(down, FusedFactors), "the forward pass keeps nothing of others"
+    way = wide_gradient(up.architecture, down.architecture, shared_limit_of(x.device.index))
+    assert isinstance(way, WideGradient), "takes_wide_gradient says so"
+    images = ahead(present(*up.tensors, *down.tensors, scale), lambda: way.weights(up, down, scale, x.dtype))
+    parts = known_sums(dy)
+    sums = branch.run(sum_of_rows, dy if parts is None else parts, torch.float32)
+    found = way.run(_normed(x, given.norm), dy, kept[0], images, given.activation)
+
+    def of_up() -> FusedFactors:
+        left, right = up.factors
+        bias = None if up.bias is None else way.bias_gradient(sum_of_rows(found.bias, torch.float32)).to(up.bias.dtype)
+        return FusedFactors(
+            (way.factor_gradient("second", found.second).to(left.dtype), way.factor_gradient("first", found.first).to(right.dtype)), bias
+        )
+
+    def of_down() -> tuple[FusedFactors, Tensor | None]:
+        (left, right), of_scale, of_bias = down.factors, None, sums
+        of_left, of_right = way.factor_gradient("last", found.last), way.factor_gradient("third", found.third)
+        if scale is not None:
+            of_left, of_scale = scaled_gradient(of_left, left, scale)
+            of_scale = of_scale if down.bias is None else of_scale + down.bias * sums
+            of_scale, of_bias = of_scale.to(scale.dtype), sums * scale
+        bias = None if down.bias is None else of_bias.to(down.bias.dtype)
+        return FusedFactors((of_left.to(left.dtype), of_right.to(right.dtype)), bias), of_scale
+
+    of_linear = branch.run(of_up)
+    of_last, of_scale = branch.run(of_down)
+    dx, norm = _back_block(dy, x, given, found.x)
+    return dx, given._replace(norm=norm, up=of_linear, down=of_last, scale=of_scale)
+
+
+def _back_block(dy: Tensor, x: Tensor, given: FeedForward, dx: Tensor) -> tuple[Tensor, Norm | None]:
+    """The gradients of a block's x and of its norm, for gradients dx of what the norm gives."""
+    beside, norm = dy if given.residual else None, given.norm
+    if norm is not None:
+        return _back_norm(x, dx, norm, beside)
+    return dx if beside is None else dx + beside, None
 
 
 def _dense(group: Sequence[Linear], scale: Tensor | None, dtype: torch.dtype, kept: Kept = (), *, bias: bool = True) -> AsDense:

@@ -117,7 +117,7 @@ def called(make: Make, dtype: torch.dtype, rows: int = ROWS) -> Call:
 def joined(dtype: torch.dtype) -> Call:
     up, down = Architecture.of((1, 256, 128, 3), (2, 192, 64, 1)), Architecture.of((1, 64, 128, 2), (2, 128, 384, 1))
     x, layers = normal(192 * 132, 128, dtype=dtype), (layer(up, dtype), layer(down, dtype))  # rows that fill all multiprocessors
-    return lambda: run_wide_ffn(x, None, *layers, "gelu", None, residual=x), (*layers[0].tensors, *layers[1].tensors)
+    return lambda: run_wide_ffn(x, None, *layers, "gelu", None, residual=x)[0], (*layers[0].tensors, *layers[1].tensors)
 
 
 def factors(make: Callable[[int, int], Architecture], width: int) -> tuple[Architecture, Architecture]:

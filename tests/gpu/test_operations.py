@@ -69,7 +69,7 @@ def in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def factor_by_factor(x: Tensor, given: Any) -> Tensor:
     if isinstance(given, NormLinears):
         return run_wide_group(x, given.norm, given.group)  # pyright: ignore[reportArgumentType] - of factors alone
-    return run_wide_ffn(x, *given[:5], residual=x if given.residual else None, moments=given.moments)
+    return run_wide_ffn(x, *given[:5], residual=x if given.residual else None, moments=given.moments)[0]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from flysurgery.gpu.hidden_gradient import hidden_gradient_takes, hidden_image, 
 from flysurgery.gpu.layer_norm import norm_gradient, present_norm
 from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
 from flysurgery.gpu.weight_space import multiplied_out
-from flysurgery.ops import trained, trained_with_x
+from flysurgery.ops import trained, trained_with_x, training
 from flysurgery.ops.feed_forward import ACTIVATIONS
 from flysurgery.patterns import Architecture, gonon, monarch, named
 from tests.support.blocks import TRAINED, to_train
@@ -23,6 +23,9 @@ ROUNDED = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0*
 """Half a unit in the last place; sums and approximate functions make more of float32."""
 FLOOR = {torch.float16: 0.02, torch.bfloat16: 0.02, torch.float32: 0.5}
 """The share of the largest element that counts like an element's own size."""
+FACTOR_BY_FACTOR = ["feed-forward of factors", "scaled feed-forward of factors"]
+"""Wide ones, whose gradients are computed so too."""
+
 DTYPES = pytest.mark.parametrize("dtype", ROUNDED)
 
 
@@ -116,10 +119,12 @@ def test_factors_are_multiplied_out(architecture: Architecture, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", TRAINED)
-def test_gradients_beside_those_of_the_definition(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "width"), [*((name, 384) for name in TRAINED), *((name, 768) for name in FACTOR_BY_FACTOR)])
+def test_gradients_beside_those_of_the_definition(name: str, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where other uses of x add to its gradient."""
-    wide, operation = to_train(name, 301, 384)
+    by_factors = list[object]()
+    monkeypatch.setattr(training, "_back_wide", lambda *given, own=training._back_wide: by_factors.append(given) or own(*given))
+    wide, operation = to_train(name, 301, width)
     exact = operation.plainly(wide)
     dy = torch.randn_like(exact)
     of_x, *expected = torch.autograd.grad(exact, (wide, *operation.tensors), dy)
@@ -130,7 +135,7 @@ def test_gradients_beside_those_of_the_definition(name: str, dtype: torch.dtype)
     y = trained(x, operation)
     assert distance(y, exact) < 4 * ROUNDED[dtype]
     found = torch.autograd.grad(y, (x, *operation.tensors), dy.to(dtype))
-    assert max(map(distance, found, (of_x, *expected))) < 4 * ROUNDED[dtype]
+    assert max(map(distance, found, (of_x, *expected))) < 4 * ROUNDED[dtype] and bool(by_factors) == (width == 768)
     if name in ("dense q, k, v", "factors side by side"):
         beside = torch.randn_like(wide)
         found = torch.autograd.grad(trained_with_x(x, operation), (x, *operation.tensors), (dy.to(dtype), beside.to(dtype)))

@@ -110,6 +110,7 @@ TRAINED: dict[str, Callable[[int], Make]] = {
     "scaled residual": lambda n: added(monarch(n, n)),
     "dense feed-forward": lambda n: block((n, 4 * n), (4 * n, n)),
     "feed-forward of factors": lambda n: block(monarch(4 * n, n), monarch(n, 4 * n), "silu", "scale"),
+    "scaled feed-forward of factors": lambda n: block(gonon(4 * n, n), gonon(n, 4 * n)),
     "feed-forward alone": lambda n: block(monarch(4 * n, n), (4 * n, n), "gelu_tanh", "norm", "scale", "residual"),
 }
 """Operations with fused gradients, one of each form, of a width."""

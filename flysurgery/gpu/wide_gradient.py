@@ -1,0 +1,223 @@
+"""Gradients of a wide feed-forward block, factor by factor: no product meets the zeros of a layer's dense weight (sm_90a, halves).
+
+    x ─first─> u ─second─> hidden units, activation ─third─> v ─last─> y
+
+The blocks of the second and third factor are batches of dense products, for which u and the hidden units are sorted by blocks. They are
+computed again. The first and last factor are narrow, and are multiplied as dense matrices: their zeros cost less than copies of x and dy.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flysurgery.gpu.device import shared_limit_of
+from flysurgery.gpu.factor_by_factor import wide_tilings
+from flysurgery.gpu.gather import Packer
+from flysurgery.gpu.gradients import summed
+from flysurgery.gpu.hidden_gradient import HiddenTiles, panels, run_hidden_gradient
+from flysurgery.gpu.image import places_of
+from flysurgery.gpu.modes import HALF_MODES
+from flysurgery.gpu.parts import FusedFactors, present
+from flysurgery.gpu.weight_cache import make_to_keep
+from flysurgery.patterns import Architecture, Pattern
+
+_COLUMNS, _STAGE = (128, 96, 64), 64
+_FEWEST_SLOTS = 3
+_NAMES = "first", "second", "third", "last"
+_Places = dict[str, np.ndarray]
+
+
+class WideImages(NamedTuple):
+    """A block's weights in halves, as its gradients need them."""
+
+    panels: Tensor  # of the second and third factor, for ``run_hidden_gradient``
+    second: Tensor  # shape: (classes, hidden / classes, inputs): the factor's blocks
+    first: Tensor  # shape: (middle, in_features)
+    last: Tensor  # shape: (out_features, narrow), scaled
+    bias: Tensor | None  # shape: (hidden,), in the order of the tiles
+
+
+class WideGradients(NamedTuple):
+    """The gradients of x, and what those of the factors are read from, float32."""
+
+    x: Tensor  # shape: (rows, in_features)
+    second: Tensor  # of the shapes in ``WideImages``
+    first: Tensor
+    last: Tensor
+    third: Tensor  # shape: (blocks, outputs, hidden / blocks)
+    bias: Tensor  # shape: (parts, hidden), in the order of the tiles; its sum is the gradient of the bias of up
+
+
+@dataclass(frozen=True, eq=False)
+class WideGradient:
+    """The orders and sizes of one pair of layers.
+
+    Attributes:
+        factors: first, second, third and last.
+        middle, hidden, narrow: the feature at each place of u, of the hidden units' gradients, and of v, as ``wide_tilings`` has it.
+        tiles: of the hidden units.
+    """
+
+    factors: tuple[Pattern, Pattern, Pattern, Pattern]
+    middle: np.ndarray  # shape: (middle,)
+    hidden: np.ndarray  # shape: (hidden,)
+    narrow: np.ndarray  # shape: (narrow,)
+    tiles: HiddenTiles
+
+    @cached_property
+    def places(self) -> _Places:
+        """Where each element of a dense matrix, or of a batch of them, comes from in its flattened factor; -1 for zeros."""
+        first, second, third, last = self.factors
+        inputs, outputs = self.middle.reshape(second.d, -1), self.narrow.reshape(third.a, -1)
+        units = self.hidden.reshape(second.d, third.a, -1).swapaxes(0, 1).reshape(third.a, -1)  # in the order of h
+        return {
+            "second": np.stack([_dense(second, *each) for each in zip(self.hidden.reshape(second.d, -1), inputs, strict=True)]),
+            "first": _dense(first, self.middle, np.arange(first.in_features)),
+            "last": _dense(last, np.arange(last.out_features), self.narrow),
+            "third": np.stack([_dense(third, *each) for each in zip(outputs, units, strict=True)]),
+        }
+
+    def weights(self, up: FusedFactors, down: FusedFactors, scale: Tensor | None, dtype: torch.dtype) -> WideImages:
+        """The block's weights in ``dtype``: one launch, and one more for a scale."""
+        last = down.factors[0]
+        last = last if scale is None else last * _by_output(scale, last)
+        bias = present(up.bias)
+        made = _packer(self, dtype, up.factors[0].device, len(bias))((*up.factors, last, down.factors[1], *bias))
+        second, first, last = (_as(self.places[name], image) for name, image in zip(("second", "first", "last"), made[1:4], strict=True))
+        return WideImages(made[0], second, first, last, made[4] if bias else None)
+
+    @cached_property
+    def order(self) -> list[np.ndarray]:
+        """Where each element of an image comes from in all sources, one after the other; -1 for zeros."""
+        first, second, third, last = (pattern.nnz for pattern in self.factors)
+        starts = {"second": 0, "first": second, "last": second + first, "third": second + first + last}
+        moved = {name: np.where(places >= 0, places + starts[name], -1) for name, places in self.places.items()}
+        columns, inputs = self.tiles.columns, moved["second"].reshape(-1, self.tiles.inputs)
+        # the third factor's blocks by hidden unit, in the order of the tiles
+        gradients = moved["third"].swapaxes(1, 2).reshape(self.factors[2].a, self.factors[1].d, -1, self.tiles.gradients)
+        sides = [panels(torch.from_numpy(side), columns) for side in (inputs, gradients.swapaxes(0, 1).reshape(len(inputs), -1))]
+        image = torch.cat(sides, dim=1).flatten().numpy()
+        return [image, *(moved[name].ravel() for name in ("second", "first", "last")), self.hidden + starts["third"] + third]
+
+    def run(
+        self,
+        x: Tensor,  # shape: (rows, in_features)
+        dy: Tensor,  # shape: (rows, out_features)
+        v: Tensor,  # shape: (rows, narrow), in the order of ``narrow``
+        images: WideImages,
+        activation: str,
+    ) -> WideGradients:
+        """The gradients of ``last(third(activation(second(first(x)) + bias)))`` for gradients dy, on the current stream."""
+        classes, blocks, u = self.factors[1].d, self.factors[2].a, x @ images.first.t()
+        of_v = dy @ images.last
+        hidden, of_hidden, sums = run_hidden_gradient(u, of_v, images.panels, images.bias, activation, self.tiles)
+        of_third = _summed(_batch(of_v, blocks), _batch(hidden, blocks))
+        of_second = _summed(_batch(of_hidden, classes), _batch(u, classes))
+        of_u = torch.empty_like(u)
+        torch.bmm(_batch(of_hidden, classes), images.second, out=_batch(of_u, classes))
+        return WideGradients(of_u @ images.first, of_second, summed(of_u, x), summed(dy, v), of_third, sums)
+
+    def factor_gradient(self, name: str, gradient: Tensor) -> Tensor:  # shape: (a, b, c, d)
+        """The gradient of the factor ``name`` out of that of its dense matrix, or of its blocks."""
+        pattern = self.factors[_NAMES.index(name)]
+        return gradient.flatten()[_inverse(self, name, gradient.device)].view(pattern.factor_shape)
+
+    def bias_gradient(self, gradient: Tensor) -> Tensor:  # shapes: (hidden,), in the order of the tiles and in that of the bias
+        """The gradient of the bias of up."""
+        return gradient[_inverse(self, "bias", gradient.device)]
+
+
+def _as(places: np.ndarray, image: Tensor) -> Tensor:  # of the shape of places
+    """An image without what fills it up to the next one."""
+    return image[: places.size].view(places.shape)
+
+
+def _batch(rows: Tensor, parts: int) -> Tensor:  # shapes: (rows, features), (parts, rows, features / parts)
+    """Parts of the features as a batch, a view."""
+    return rows.view(len(rows), parts, -1).transpose(0, 1)
+
+
+def _summed(dy: Tensor, x: Tensor) -> Tensor:  # shapes: (batch, rows, outputs), (batch, rows, inputs), (batch, outputs, inputs)
+    """``summed`` of a batch."""
+    return torch.bmm(dy.transpose(1, 2), x, out_dtype=torch.float32)
+
+
+def _by_output(scale: Tensor, factor: Tensor) -> Tensor:  # shapes: (a * b * d,), (a, b, c, d); of the result: (a, b, 1, d)
+    a, b, _, d = factor.shape
+    return scale.view(a, b, 1, d)
+
+
+def scaled_gradient(
+    of_last: Tensor,  # shape: (a, b, c, d), the gradient of the scaled factor
+    last: Tensor,  # shape: (a, b, c, d)
+    scale: Tensor,  # shape: (out_features,)
+) -> tuple[Tensor, Tensor]:  # shapes: (a, b, c, d), (out_features,)
+    """The gradients of a factor and of the scale of its outputs, without the bias's part."""
+    return of_last * _by_output(scale, last), (of_last * last).sum(2).flatten()
+
+
+@lru_cache(maxsize=256)
+def wide_gradient(up: Architecture, down: Architecture, shared_limit: int) -> WideGradient | str:
+    """How a block's gradients are computed factor by factor, or why they are not; in the orders of ``wide_tilings``."""
+    tilings = wide_tilings(up, down, shared_limit)
+    if isinstance(tilings, str):
+        return tilings
+    first, second, third, last = (tile.factor for tile in tilings)
+    share = third.c // second.d
+    columns = next((columns for columns in _COLUMNS if share % columns == 0), 0)
+    if second.a != 1 or third.d != 1 or third.c % second.d or not columns or second.c % _STAGE or third.b % _STAGE:
+        return f"no hidden unit reads whole stages of {_STAGE} columns through {second} and {third}"
+    hidden, narrow = (np.array(tile.outputs) for tile in tilings[1:3])
+    middle = np.arange(first.out_features).reshape(-1, second.d).T.flatten()
+    places = [
+        (j * second.c, i * third.b, i * third.c + j * share + piece)
+        for j in range(second.d)
+        for i in range(third.a)
+        for piece in range(0, share, columns)
+    ]
+    return WideGradient((first, second, third, last), middle, hidden, narrow, HiddenTiles(columns, second.c, third.b, tuple(places)))
+
+
+def takes_wide_gradient(up: FusedFactors, down: FusedFactors, dtype: torch.dtype, device_index: int) -> bool:
+    """Whether the gradients of a block that is multiplied factor by factor are computed so too."""
+    found = wide_gradient(up.architecture, down.architecture, shared_limit_of(device_index))
+    return dtype in HALF_MODES and not isinstance(found, str) and found.tiles.slots(device_index) >= _FEWEST_SLOTS
+
+
+def _dense(pattern: Pattern, outputs: np.ndarray, inputs: np.ndarray) -> np.ndarray:  # shape: (outputs, inputs)
+    """Where each entry of these rows and columns of a factor's matrix comes from in the flattened factor; -1 for zeros."""
+    _, b, c, d = pattern.factor_shape
+    m, q = outputs[:, None], inputs[None]
+    i, j = m // (b * d), m % d
+    inside = (q // (c * d) == i) & (q % d == j)
+    return places_of(pattern, i, m // d % b, np.where(inside, q // d % c, -1), j)
+
+
+@lru_cache(maxsize=256)
+def _inverse(gradient: WideGradient, name: str, device: torch.device) -> Tensor:  # shape: (elements of the factor,), int64
+    """The place of each element of a factor, or of the bias, among those of its gradient."""
+
+    def make() -> tuple[Tensor, ...]:
+        places = gradient.hidden if name == "bias" else gradient.places[name].ravel()
+        (present,) = np.nonzero(places >= 0)
+        found = np.empty(len(present), np.int64)
+        found[places[present]] = present
+        return (torch.from_numpy(found).to(device),)
+
+    return make_to_keep(make, device)[0]
+
+
+@lru_cache(maxsize=256)
+def _packer(gradient: WideGradient, dtype: torch.dtype, device: torch.device, biases: int) -> Packer:
+    """Gives the images of second, first, last and third factor and, if there is one, a bias."""
+    orders: list[Tensor] = [*make_to_keep(lambda: tuple(torch.from_numpy(order).to(device) for order in gradient.order), device)]
+
+    def plainly(sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        together = torch.cat([*[source.reshape(-1) for source in sources], sources[0].new_zeros(1)])  # -1 takes the zero at the end
+        return tuple(together[order].to(dtype) for order in orders[: 4 + biases])
+
+    return Packer(plainly, HALF_MODES[dtype])
