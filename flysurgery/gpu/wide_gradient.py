@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flysurgery.gpu.branch import Branch
 from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.factor_by_factor import wide_tilings
 from flysurgery.gpu.gather import Packer
@@ -22,6 +23,7 @@ from flysurgery.gpu.hidden_gradient import HiddenTiles, panels, run_hidden_gradi
 from flysurgery.gpu.image import places_of
 from flysurgery.gpu.modes import HALF_MODES
 from flysurgery.gpu.parts import FusedFactors, present
+from flysurgery.gpu.row_sums import sum_of_rows
 from flysurgery.gpu.weight_cache import make_to_keep
 from flysurgery.patterns import Architecture, Pattern
 
@@ -42,14 +44,12 @@ class WideImages(NamedTuple):
 
 
 class WideGradients(NamedTuple):
-    """The gradients of x, and what those of the factors are read from, float32."""
+    """The gradients of x, and of the scaled weights in float32; those of weights may be read after ``Branch.join``."""
 
     x: Tensor  # shape: (rows, in_features)
-    second: Tensor  # of the shapes in ``WideImages``
-    first: Tensor
-    last: Tensor
-    third: Tensor  # shape: (blocks, outputs, hidden / blocks)
-    bias: Tensor  # shape: (parts, hidden), in the order of the tiles; its sum is the gradient of the bias of up
+    up: tuple[Tensor, Tensor]  # shapes: (a, b, c, d), the factors left to right
+    down: tuple[Tensor, Tensor]
+    bias: Tensor  # shape: (hidden,), of up
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,25 +110,30 @@ class WideGradient:
         v: Tensor,  # shape: (rows, narrow), in the order of ``narrow``
         images: WideImages,
         activation: str,
+        branch: Branch,
     ) -> WideGradients:
-        """The gradients of ``last(third(activation(second(first(x)) + bias)))`` for gradients dy, on the current stream."""
+        """The gradients of ``last(third(activation(second(first(x)) + bias)))`` for gradients dy, on the current stream.
+
+        On the branch each factor's is read from that of its dense matrix, or of its blocks, beside the products that follow.
+        """
         classes, blocks, u = self.factors[1].d, self.factors[2].a, x @ images.first.t()
+        of_last = branch.run(self._read, "last", summed(dy, v))
         of_v = dy @ images.last
         hidden, of_hidden, sums = run_hidden_gradient(u, of_v, images.panels, images.bias, activation, self.tiles)
-        of_third = _summed(_batch(of_v, blocks), _batch(hidden, blocks))
-        of_second = _summed(_batch(of_hidden, classes), _batch(u, classes))
+        bias = branch.run(self._read, "bias", sums)
+        of_third = branch.run(self._read, "third", _summed(_batch(of_v, blocks), _batch(hidden, blocks)))
+        of_second = branch.run(self._read, "second", _summed(_batch(of_hidden, classes), _batch(u, classes)))
         of_u = torch.empty_like(u)
         torch.bmm(_batch(of_hidden, classes), images.second, out=_batch(of_u, classes))
-        return WideGradients(of_u @ images.first, of_second, summed(of_u, x), summed(dy, v), of_third, sums)
+        of_first = branch.run(self._read, "first", summed(of_u, x))
+        return WideGradients(of_u @ images.first, (of_second, of_first), (of_last, of_third), bias)
 
-    def factor_gradient(self, name: str, gradient: Tensor) -> Tensor:  # shape: (a, b, c, d)
-        """The gradient of the factor ``name`` out of that of its dense matrix, or of its blocks."""
-        pattern = self.factors[_NAMES.index(name)]
-        return gradient.flatten()[_inverse(self, name, gradient.device)].view(pattern.factor_shape)
-
-    def bias_gradient(self, gradient: Tensor) -> Tensor:  # shapes: (hidden,), in the order of the tiles and in that of the bias
-        """The gradient of the bias of up."""
-        return gradient[_inverse(self, "bias", gradient.device)]
+    def _read(self, name: str, gradient: Tensor) -> Tensor:  # shape: (a, b, c, d), or (hidden,)
+        """The gradient of a factor; or of the bias, from parts of its sum."""
+        order = _inverse(self, name, gradient.device)
+        if name == "bias":
+            return sum_of_rows(gradient, torch.float32)[order]
+        return gradient.flatten()[order].view(self.factors[_NAMES.index(name)].factor_shape)
 
 
 def _as(places: np.ndarray, image: Tensor) -> Tensor:  # of the shape of places
@@ -149,15 +154,6 @@ def _summed(dy: Tensor, x: Tensor) -> Tensor:  # shapes: (batch, rows, outputs),
 def _by_output(scale: Tensor, factor: Tensor) -> Tensor:  # shapes: (a * b * d,), (a, b, c, d); of the result: (a, b, 1, d)
     a, b, _, d = factor.shape
     return scale.view(a, b, 1, d)
-
-
-def scaled_gradient(
-    of_last: Tensor,  # shape: (a, b, c, d), the gradient of the scaled factor
-    last: Tensor,  # shape: (a, b, c, d)
-    scale: Tensor,  # shape: (out_features,)
-) -> tuple[Tensor, Tensor]:  # shapes: (a, b, c, d), (out_features,)
-    """The gradients of a factor and of the scale of its outputs, without the bias's part."""
-    return of_last * _by_output(scale, last), (of_last * last).sum(2).flatten()
 
 
 @lru_cache(maxsize=256)

@@ -8,6 +8,7 @@ of a weight is a dense product in any case, and the gradients of both factors ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from flysurgery.gpu.product import run_product
 from flysurgery.gpu.row_sums import activation_gradient, keep_sums, known_sums, sum_of_rows
 from flysurgery.gpu.uncounted_writes import doubt_trained
 from flysurgery.gpu.weight_cache import training
-from flysurgery.gpu.wide_gradient import WideGradient, scaled_gradient, takes_wide_gradient, wide_gradient
+from flysurgery.gpu.wide_gradient import WideGradient, takes_wide_gradient, wide_gradient
 from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
 from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward, takes_each_factor
 from flysurgery.ops.linear_residual import LinearResidual
@@ -226,32 +227,34 @@ def _back_wide(dy: Tensor, x: Tensor, given: FeedForward, kept: Kept, learning: 
     assert isinstance(up, FusedFactors) and isinstance(down, FusedFactors), "the forward pass keeps nothing of others"
     way = wide_gradient(up.architecture, down.architecture, shared_limit_of(x.device.index))
     assert isinstance(way, WideGradient), "takes_wide_gradient says so"
-    images = ahead(present(*up.tensors, *down.tensors, scale), lambda: way.weights(up, down, scale, x.dtype))
+    images = ahead(present(*up.tensors, *down.tensors, scale), partial(way.weights, up, down, scale, x.dtype))
     parts = known_sums(dy)
-    sums = branch.run(sum_of_rows, dy if parts is None else parts, torch.float32)
-    found = way.run(_normed(x, given.norm), dy, kept[0], images, given.activation)
-
-    def of_up() -> FusedFactors:
-        left, right = up.factors
-        bias = None if up.bias is None else way.bias_gradient(sum_of_rows(found.bias, torch.float32)).to(up.bias.dtype)
-        return FusedFactors(
-            (way.factor_gradient("second", found.second).to(left.dtype), way.factor_gradient("first", found.first).to(right.dtype)), bias
-        )
-
-    def of_down() -> tuple[FusedFactors, Tensor | None]:
-        (left, right), of_scale, of_bias = down.factors, None, sums
-        of_left, of_right = way.factor_gradient("last", found.last), way.factor_gradient("third", found.third)
-        if scale is not None:
-            of_left, of_scale = scaled_gradient(of_left, left, scale)
-            of_scale = of_scale if down.bias is None else of_scale + down.bias * sums
-            of_scale, of_bias = of_scale.to(scale.dtype), sums * scale
-        bias = None if down.bias is None else of_bias.to(down.bias.dtype)
-        return FusedFactors((of_left.to(left.dtype), of_right.to(right.dtype)), bias), of_scale
-
-    of_linear = branch.run(of_up)
-    of_last, of_scale = branch.run(of_down)
+    of_bias = branch.run(sum_of_rows, dy if parts is None else parts, torch.float32)
+    found = way.run(_normed(x, given.norm), dy, kept[0], images, given.activation, branch)
+    of_down, of_scale = found.down, None
+    if scale is not None:
+        of_down, of_bias, of_scale = branch.run(_scaled, found.down, of_bias, down, scale)
+    up, down = _as_given(found.up, found.bias, up), _as_given(of_down, of_bias, down)
     dx, norm = _back_block(dy, x, given, found.x)
-    return dx, given._replace(norm=norm, up=of_linear, down=of_last, scale=of_scale)
+    return dx, given._replace(norm=norm, up=up, down=down, scale=of_scale)
+
+
+def _scaled(
+    of_factors: tuple[Tensor, ...], of_bias: Tensor, linear: FusedFactors, scale: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """The gradients of factors, bias and scale, from those of the scaled weights: ``scale`` times the left factor and the bias."""
+    left, (of_left, *others) = linear.factors[0], of_factors
+    a, b, _, d = left.shape
+    of_scale = (of_left * left).sum(2).flatten()
+    if linear.bias is not None:
+        of_scale = of_scale + linear.bias * of_bias
+    return (of_left * scale.view(a, b, 1, d), *others), of_bias * scale, of_scale.to(scale.dtype)
+
+
+def _as_given(of_factors: tuple[Tensor, ...], of_bias: Tensor, linear: FusedFactors) -> FusedFactors:
+    """The gradients of a linear in the dtypes of its tensors."""
+    factors = tuple([gradient.to(factor.dtype) for gradient, factor in zip(of_factors, linear.factors, strict=True)])
+    return FusedFactors(factors, None if linear.bias is None else of_bias.to(linear.bias.dtype))
 
 
 def _back_block(dy: Tensor, x: Tensor, given: FeedForward, dx: Tensor) -> tuple[Tensor, Norm | None]:
