@@ -83,7 +83,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
         for (int s = 0; s < kStages; ++s)
             copy_by_warp(weights + s * kPanel, image + ((long long)tile * kStages + s) * kPanel, kPanel, full + 8 * s, lane);
     }
-    for (int c = threadIdx.x; c < 3 * kOut; c += 128 * WARPGROUPS)
+    for (int c = threadIdx.x; c < (SCALED || NORM ? 3 : 1) * kOut; c += 128 * WARPGROUPS)
         store_shared(columns_at + 4 * c, __float_as_uint(columns[c / kOut * (TILES * kOut) + tile * kOut + c % kOut]));
     for (int p = threadIdx.x; p < kStages * 8; p += 128 * WARPGROUPS) store_shared(pieces_at + 4 * p, (u32)pieces[tile * kStages * 8 + p]);
     __syncthreads();

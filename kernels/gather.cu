@@ -1,11 +1,11 @@
-// image[n] = weights[table[n]], rounded to 16 bits; 0 where table[n] < 0. The packing of weights for half-precision kernels, in
+// image[n] = weights[table[n]], or half of it, rounded to 16 bits; 0 where table[n] < 0. The packing of weights for half-precision kernels, in
 // one launch: `table` holds, for each 16-bit element of the images, the place of its weight among SLOTS tensors laid one after the
 // other. Tensor k begins at starts.place[k].
 //
 // Each thread makes eight neighbouring elements, which it stores as one vector of 16 bytes. The weights come from the L2 cache, in no
 // particular order; the table, twice the size of the image, is read once in order. Memory-bound.
 //
-// Defines: SLOTS; SOURCE, the type of the weights: 0 float16, 1 bfloat16, 2 float32. TARGET, that of the image: 0 or 1.
+// Defines: SLOTS; SOURCE, the type of the weights: 0 float16, 1 bfloat16, 2 float32. TARGET, that of the image: 0 or 1. HALVED.
 // Limits: sm_80 or newer; count is a multiple of 8; table and image begin at multiples of 16 bytes.
 #include "target.cuh"
 
@@ -22,10 +22,11 @@ struct Starts {
 };
 
 __device__ __forceinline__ u16 load_rounded(const void* weights, int place) {
-    if constexpr (SOURCE == TARGET) {
+    constexpr float kTimes = HALVED ? 0.5f : 1.0f;
+    if constexpr (SOURCE == TARGET && !HALVED) {
         return static_cast<const u16*>(weights)[place];
     } else if constexpr (SOURCE == 2) {
-        return round_to_target(static_cast<const float*>(weights)[place]);
+        return round_to_target(kTimes * static_cast<const float*>(weights)[place]);
     } else {
         const u16 bits = static_cast<const u16*>(weights)[place];
         float value;
@@ -33,7 +34,7 @@ __device__ __forceinline__ u16 load_rounded(const void* weights, int place) {
             asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
         else
             value = __uint_as_float(static_cast<u32>(bits) << 16);
-        return round_to_target(value);
+        return round_to_target(kTimes * value);
     }
 }
 

@@ -167,9 +167,12 @@ def block_tiling(
 
 def _widest(tile: BlockTiling, shared_limit: int) -> BlockTiling | None:
     """The widest tile for this many warpgroups, with as many slots as fit."""
+    blocks = blocks_of(tile.outputs, tile.factor.b, tile.factor.d)
     for columns in _WIDTHS:
         tile = replace(tile, columns=columns)
-        if tile.factor.b % columns or columns % (8 * tile.run) or tile.registers > min(65536 // (128 * tile.warpgroups), _MAX_REGISTERS):
+        if tile.factor.b % columns or np.ptp(blocks.reshape(-1, columns, tile.classes), axis=1).any():
+            continue  # a class of a tile has the outputs of one dense block
+        if columns % (8 * tile.run) or tile.registers > min(65536 // (128 * tile.warpgroups), _MAX_REGISTERS):
             continue
         for slots in range(_MAX_SLOTS, _FEWEST_SLOTS - 1, -1):
             if replace(tile, slots=slots).shared_bytes <= shared_limit:
@@ -184,38 +187,39 @@ def pack_blocks(
     scale: Tensor | None,  # shape: (out_features,)
     norm: Norm | None,
     dtype: torch.dtype,
-    times: float = 1.0,
-) -> tuple[Tensor, Tensor]:  # shapes: (weights,), (3, outputs) float32
-    """The weights as the kernel reads them; the summands and factors of its sums; and the sum of each output's weights, read with a norm.
+    *,
+    halved: bool = False,
+) -> tuple[Tensor, Tensor]:  # shapes: (weights,), (1 or 3, outputs) float32
+    """The weights as the kernel reads them; and the summands of its sums, with a scale or a norm also their factors and sums of weights.
 
-    The norm's weight and bias are multiplied into the weights and summands, in float64, and ``times`` into both. Without a norm it takes
-    few launches, which a CUDA graph can replay.
+    The norm's weight and bias are multiplied into the weights and summands, in float64. Without a norm it takes few launches, which a
+    CUDA graph can replay. ``halved``: weights and summands are half as large.
     """
     shift, sums = bias, None
     if norm is not None:
         factor, sent = norm.folded_into(factor.double())
         shift = sent if bias is None else bias.double() if sent is None else bias.double() + sent
-        sums = sent_through(factor.new_ones(tile.factor.in_features), (factor * times).to(dtype).double())
-    (image,) = _packer(tile, dtype, factor.device)((factor if times == 1.0 else factor * times,))
-    image, alone = image[: tile.weight_indices.size], _alone(tile, factor.device)
-    if shift is None and scale is None and sums is None:
-        return image, alone
-    zeros, ones, _ = alone
-    summands = zeros if shift is None else shift.float() * times
-    columns = torch.stack([summands, ones if scale is None else scale.float(), zeros if sums is None else sums.float()])
-    return image, columns[:, _order(tile, factor.device)]
+        sums = sent_through(factor.new_ones(tile.factor.in_features), (factor * (0.5 if halved else 1.0)).to(dtype).double())
+    (image,) = _packer(tile, dtype, factor.device, halved)((factor,))
+    image, zeros, order = image[: tile.weight_indices.size], no_summands(tile, factor.device), _order(tile, factor.device)
+    summands = zeros if shift is None else shift.float()[order][None]
+    summands = summands * 0.5 if halved else summands
+    if scale is None and sums is None:
+        return image, summands
+    scales = torch.ones_like(zeros) if scale is None else scale.float()[order][None]
+    return image, torch.cat([summands, scales, zeros if sums is None else sums.float()[order][None]])
 
 
 @lru_cache(maxsize=1024)
-def _packer(tile: BlockTiling, dtype: torch.dtype, device: torch.device) -> Packer:
-    """Gives the image of a factor that is only moved and rounded."""
+def _packer(tile: BlockTiling, dtype: torch.dtype, device: torch.device, halved: bool) -> Packer:
+    """Gives the image of a factor that is only moved, halved and rounded."""
     places = torch.from_numpy(tile.weight_indices.ravel()).to(device)
 
     def image(factors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         (factor,) = factors
         return (torch.cat([factor.reshape(-1), factor.new_zeros(1)])[places].to(dtype),)  # -1 takes the zero at the end
 
-    return Packer(image, HALF_MODES[dtype])
+    return Packer(image, HALF_MODES[dtype], halved=halved)
 
 
 @lru_cache(maxsize=1024)
@@ -224,9 +228,9 @@ def _order(tile: BlockTiling, device: torch.device) -> Tensor:  # shape: (output
 
 
 @lru_cache(maxsize=1024)
-def _alone(tile: BlockTiling, device: torch.device) -> Tensor:  # shape: (3, outputs)
-    """What ``pack_blocks`` gives beside the weights where there is neither bias nor scale nor norm."""
-    return torch.tensor([0.0, 1.0, 0.0], device=device)[:, None].repeat(1, len(tile.outputs))
+def no_summands(tile: BlockTiling, device: torch.device) -> Tensor:  # shape: (1, outputs), float32
+    """The second result of ``pack_blocks`` where there is neither bias nor scale nor norm."""
+    return torch.zeros((1, len(tile.outputs)), device=device)
 
 
 @lru_cache(maxsize=1024)
@@ -256,33 +260,51 @@ def multiply_blocks(
 
     Cost of a call of R rows: ``2 * R * places of the factor that are no zeros`` operations; x is read from device memory once.
     """
-    rows, device_index = x.shape[0], x.device.index
-    y = fresh((rows, len(tile.outputs)), x.dtype, x.device)
-    if rows == 0:
-        return y
+    if len(x) == 0:
+        return fresh((0, len(tile.outputs)), x.dtype, x.device)
     affine = () if norm is None else norm.tensors
 
     def make() -> tuple[Tensor, ...]:
         factor = factors[0] if len(factors) == 1 else torch.cat(list(factors), dim)
         bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(list(biases))
-        return pack_blocks(tile, factor, bias, scale, norm, x.dtype, 1.0 if activation == "none" else 0.5)
+        return pack_blocks(tile, factor, bias, scale, norm, x.dtype, halved=activation != "none")
 
     token = "block linear", tile, x.dtype, activation, len(biases), scale is None, None if norm is None else norm.form
     (image, columns), early = derived_for_launch(token, (*factors, *biases, *present(scale), *affine), make)
     if norm is not None and moments is None:
         moments = row_moments(x)
-    parts = 0 if norm is None or moments is None else moments.shape[1]
-    pieces, strides = _pieces(tile, x.device), strides_of(x, residual)
+    epilogue = {"activation": activation, "scaled": scale is not None, "eps": 0.0 if norm is None else norm.eps}
+    return launch_blocks(tile, x, image, columns, residual, moments if norm else None, **epilogue, backwards=backwards, early=early)
+
+
+def launch_blocks(
+    tile: BlockTiling,
+    x: Tensor,  # shape: (rows, places)
+    image: Tensor,
+    columns: Tensor,  # shape: (1 or 3, outputs)
+    residual: Tensor | None = None,  # shape: (rows, outputs)
+    moments: Tensor | None = None,  # shape: (rows, parts, 2), float32; those of the norm of x
+    *,
+    activation: str = "none",
+    scaled: bool = False,
+    eps: float = 0.0,
+    backwards: bool = False,
+    early: bool = False,
+) -> Tensor:  # shape: (rows, outputs)
+    """``multiply_blocks`` with what ``pack_blocks`` gives."""
+    rows, device_index = x.shape[0], x.device.index
+    y = fresh((rows, len(tile.outputs)), x.dtype, x.device)
+    parts, pieces, strides = 0 if moments is None else moments.shape[1], _pieces(tile, x.device), strides_of(x, residual)
     rely_on([pieces])
     if tile.boxes and rows > 1 and x.stride(0) < x.shape[1]:
         x = x.contiguous()  # the copy engine takes no rows that overlap
-    kernel_of(tile, device_index, x.dtype, activation, parts, residual is not None, scale is not None).launch(
+    kernel_of(tile, device_index, x.dtype, activation, parts, residual is not None, scaled).launch(
         (max(1, min(-(-rows // 64), multiprocessors_of(device_index) // tile.tiles)) * tile.tiles, 1, 1),
         (128 * tile.warpgroups, 1, 1),
         tile.shared_bytes,
         current_stream(device_index),
         *(boxes(x, _UNIT) if tile.boxes else x, image, pieces, columns, moments, residual, y),
-        *(rows, *strides, int(backwards), 0 if norm is None else float_bits(norm.eps)),
+        *(rows, *strides, int(backwards), float_bits(eps)),
         early=early,
     )
     return y

@@ -179,7 +179,8 @@ def pack_dense(
     """The weights as the kernel reads them, and the factors and summands of the sums."""
     wide = weight.detach().flatten(1).float()
     factor = wide.new_ones(tile.out_features) if scale is None else scale.detach().float()
-    shift = wide.new_zeros(tile.out_features) if bias is None else bias.detach().float() * factor
+    shift = wide.new_zeros(tile.out_features) if bias is None else bias.detach().float()
+    shift = shift if scale is None else shift * factor
     if tile.element_bytes == 4:
         wide, exponent = scaled_rows(wide)
         factor = torch.ldexp(factor, WEIGHT_SHIFT - exponent)
@@ -188,8 +189,11 @@ def pack_dense(
     split = wide.reshape(tile.out_features // tile.columns, -1, 4, tile.run, 2, tile.in_features // tile.batch, *inputs)
     half, lane = (8, 7) if tile.element_bytes == 4 else (7, 8)
     panels = split.permute(0, 5, 6, half, 1, 3, 2, 4, lane, 9)  # tile, batch, step, k8, columns, 8 inputs
-    images = in_halves(panels, tile.images, torch.bfloat16 if tile.mode == "bf16" else torch.float16)
-    return torch.stack(images, dim=2).reshape(-1).view(torch.uint8), torch.stack((factor, shift))
+    if tile.images == 1:  # moved and rounded in one launch
+        image = panels.to(dtype_of(tile.mode) if tile.element_bytes == 2 else torch.float16, memory_format=torch.contiguous_format)
+    else:
+        image = torch.stack(in_halves(panels, tile.images), dim=2)
+    return image.reshape(-1).view(torch.uint8), torch.stack((factor, shift))
 
 
 @lru_cache(maxsize=1024)

@@ -248,7 +248,7 @@ def multiply_middle(
 
     def make() -> tuple[Tensor, ...]:
         """Panels and biases in the order of use."""
-        image, columns = pack_blocks(tile.up, second, bias, None, None, u.dtype, 0.5)
+        image, columns = pack_blocks(tile.up, second, bias, None, None, u.dtype, halved=True)
         downs = pack_blocks(tile.down, third, None, None, None, u.dtype)[0].view(tile.down.tiles, tile.classes, tile.pieces, -1)
         panels = [image.view(tile.up.tiles, -1), downs.transpose(0, 1).reshape(tile.up.tiles, -1)]
         return torch.cat(panels, dim=1).flatten(), columns[0].clone()

@@ -24,10 +24,11 @@ class Packer:
 
     Args:
         plainly: gives images, tensors of one dimension; for half-precision modes it only moves and rounds.
+        halved: the images are those of half the weights.
     """
 
-    def __init__(self, plainly: Pack, mode: str) -> None:
-        self.plainly, self.mode = plainly, mode
+    def __init__(self, plainly: Pack, mode: str, *, halved: bool = False) -> None:
+        self.plainly, self.mode, self.halved = plainly, mode, halved
         self._places: tuple[Tensor, list[int], list[int]] | None = None  # all tables, the images' sizes, where each source begins
 
     def __call__(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -35,19 +36,22 @@ class Packer:
         source = sources[0].dtype
         alike = all(each.dtype == source and each.is_contiguous() for each in sources)
         if self.mode not in HALVES or source not in DTYPE_NUMBERS or not alike:
-            return self.plainly(sources)
+            return self._by_pytorch(sources)
         if self._places is None:
             if torch.cuda.is_current_stream_capturing():  # a graph computes values only when it replays
-                return self.plainly(sources)
+                return self._by_pytorch(sources)
             tables = [torch.nn.functional.pad(each, (0, -len(each) % _ALIGNMENT), value=-1) for each in self._make_tables(sources)]
             starts = [*accumulate((source.numel() for source in sources[:-1]), initial=0)]
             self._places = torch.cat(tables), [*map(len, tables)], starts
         table, sizes, starts = self._places
         images, device_index = torch.empty_like(table, dtype=dtype_of(self.mode)), table.device.index
         grid = (-(-len(table) // (_THREADS * _PER_THREAD)), 1, 1)
-        kernel = sized_kernel("gather", device_index, slots=len(sources), source=source, target=images.dtype)
+        kernel = sized_kernel("gather", device_index, slots=len(sources), source=source, target=images.dtype, halved=self.halved)
         kernel.launch(grid, (_THREADS, 1, 1), 0, current_stream(device_index), *sources, table, images, len(table), *starts)
         return torch.split_with_sizes(images, sizes)
+
+    def _by_pytorch(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.plainly(tuple(source * 0.5 for source in sources) if self.halved else sources)
 
     def _make_tables(self, sources: Sequence[Tensor]) -> list[Tensor]:  # shapes: (count,), int32, one an image
         """Find where ``plainly`` puts each weight: for each 16-bit element of an image its index among the sources, or -1.

@@ -3,7 +3,8 @@
     x ─first─> u ─second─> hidden units, activation ─third─> v ─last─> y
 
 The blocks of the second and third factor are batches of dense products, for which u and the hidden units are sorted by blocks. They are
-computed again. The first and last factor are narrow, and are multiplied as dense matrices: their zeros cost less than copies of x and dy.
+computed again. The first and last factor are narrow, and their gradients are those of dense matrices: the zeros in these cost less than
+copies of x and dy. So are the products with them, except those with a first factor whose blocks a kernel takes in this order.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flysurgery.gpu.block_linear import BlockTiling, block_tiling, launch_blocks, no_summands
 from flysurgery.gpu.branch import Branch
 from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.factor_by_factor import wide_tilings
@@ -38,8 +40,10 @@ class WideImages(NamedTuple):
 
     panels: Tensor  # of the second and third factor, for ``run_hidden_gradient``
     second: Tensor  # shape: (classes, hidden / classes, inputs): the factor's blocks
-    first: Tensor  # shape: (middle, in_features)
     last: Tensor  # shape: (out_features, narrow), scaled
+    first: tuple[
+        Tensor, Tensor
+    ]  # for x and for u, images of ``blocks``; without these of shapes (in_features, middle), (middle, in_features)
     bias: Tensor | None  # shape: (hidden,), in the order of the tiles
 
 
@@ -60,6 +64,7 @@ class WideGradient:
         factors: first, second, third and last.
         middle, hidden, narrow: the feature at each place of u, of the hidden units' gradients, and of v, as ``wide_tilings`` has it.
         tiles: of the hidden units.
+        blocks: of the products of x with the first factor and of u with its transpose; None where they are dense.
     """
 
     factors: tuple[Pattern, Pattern, Pattern, Pattern]
@@ -67,6 +72,7 @@ class WideGradient:
     hidden: np.ndarray  # shape: (hidden,)
     narrow: np.ndarray  # shape: (narrow,)
     tiles: HiddenTiles
+    blocks: tuple[BlockTiling, BlockTiling] | None
 
     @cached_property
     def places(self) -> _Places:
@@ -86,9 +92,14 @@ class WideGradient:
         last = down.factors[0]
         last = last if scale is None else last * _by_output(scale, last)
         bias = present(up.bias)
-        made = _packer(self, dtype, up.factors[0].device, len(bias))((*up.factors, last, down.factors[1], *bias))
-        second, first, last = (_as(self.places[name], image) for name, image in zip(("second", "first", "last"), made[1:4], strict=True))
-        return WideImages(made[0], second, first, last, made[4] if bias else None)
+        image, *made = _packer(self, dtype, up.factors[0].device, len(bias))((*up.factors, last, down.factors[1], *bias))
+        second, last = (_as(self.places[name], image) for name, image in zip(("second", "last"), made, strict=False))
+        if self.blocks is None:
+            first = _as(self.places["first"], made[2])
+            sides = first.t(), first
+        else:
+            sides = made[2], made[3]
+        return WideImages(image, second, last, sides, made[-1] if bias else None)
 
     @cached_property
     def order(self) -> list[np.ndarray]:
@@ -101,7 +112,24 @@ class WideGradient:
         gradients = moved["third"].swapaxes(1, 2).reshape(self.factors[2].a, self.factors[1].d, -1, self.tiles.gradients)
         sides = [panels(torch.from_numpy(side), columns) for side in (inputs, gradients.swapaxes(0, 1).reshape(len(inputs), -1))]
         image = torch.cat(sides, dim=1).flatten().numpy()
-        return [image, *(moved[name].ravel() for name in ("second", "first", "last")), self.hidden + starts["third"] + third]
+        return [
+            image,
+            moved["second"].ravel(),
+            moved["last"].ravel(),
+            *self._orders_of_first(starts["first"]),
+            self.hidden + starts["third"] + third,
+        ]
+
+    def _orders_of_first(self, start: int) -> list[np.ndarray]:
+        """The same for the first factor alone, which begins at ``start``."""
+        if self.blocks is None:
+            found = [self.places["first"].ravel()]
+        else:
+            a, b, c, d = self.factors[0].factor_shape
+            transposed = np.arange(a * b * c * d).reshape(a, b, c, d).swapaxes(1, 2).ravel()
+            into, back = (tile.weight_indices.ravel() for tile in self.blocks)
+            found = [into, np.where(back >= 0, transposed[back], -1)]
+        return [np.where(places >= 0, places + start, -1) for places in found]
 
     def run(
         self,
@@ -116,7 +144,9 @@ class WideGradient:
 
         On the branch each factor's is read from that of its dense matrix, or of its blocks, beside the products that follow.
         """
-        classes, blocks, u = self.factors[1].d, self.factors[2].a, x @ images.first.t()
+        classes, blocks = self.factors[1].d, self.factors[2].a
+        into, back = self.blocks or (None, None)
+        u = _times(x, images.first[0], into)
         of_last = branch.run(self._read, "last", summed(dy, v))
         of_v = dy @ images.last
         hidden, of_hidden, sums = run_hidden_gradient(u, of_v, images.panels, images.bias, activation, self.tiles)
@@ -126,7 +156,7 @@ class WideGradient:
         of_u = torch.empty_like(u)
         torch.bmm(_batch(of_hidden, classes), images.second, out=_batch(of_u, classes))
         of_first = branch.run(self._read, "first", summed(of_u, x))
-        return WideGradients(of_u @ images.first, (of_second, of_first), (of_last, of_third), bias)
+        return WideGradients(_times(of_u, images.first[1], back), (of_second, of_first), (of_last, of_third), bias)
 
     def _read(self, name: str, gradient: Tensor) -> Tensor:  # shape: (a, b, c, d), or (hidden,)
         """The gradient of a factor; or of the bias, from parts of its sum."""
@@ -139,6 +169,11 @@ class WideGradient:
 def _as(places: np.ndarray, image: Tensor) -> Tensor:  # of the shape of places
     """An image without what fills it up to the next one."""
     return image[: places.size].view(places.shape)
+
+
+def _times(x: Tensor, image: Tensor, tile: BlockTiling | None) -> Tensor:  # shapes: (rows, inputs), any, (rows, outputs)
+    """The product of x and a matrix, or what a tiling reads of it."""
+    return x @ image if tile is None else launch_blocks(tile, x, image, no_summands(tile, x.device))
 
 
 def _batch(rows: Tensor, parts: int) -> Tensor:  # shapes: (rows, features), (parts, rows, features / parts)
@@ -175,7 +210,11 @@ def wide_gradient(up: Architecture, down: Architecture, shared_limit: int) -> Wi
         for i in range(third.a)
         for piece in range(0, share, columns)
     ]
-    return WideGradient((first, second, third, last), middle, hidden, narrow, HiddenTiles(columns, second.c, third.b, tuple(places)))
+    tiles = HiddenTiles(columns, second.c, third.b, tuple(places))
+    into = block_tiling(first, range(first.in_features), middle, 1, shared_limit)
+    back = block_tiling(first.transpose, middle, range(first.in_features), first.d, shared_limit)
+    blocks = None if isinstance(into, str) or isinstance(back, str) else (into, back)
+    return WideGradient((first, second, third, last), middle, hidden, narrow, tiles, blocks)
 
 
 def takes_wide_gradient(up: FusedFactors, down: FusedFactors, dtype: torch.dtype, device_index: int) -> bool:
@@ -214,6 +253,6 @@ def _packer(gradient: WideGradient, dtype: torch.dtype, device: torch.device, bi
 
     def plainly(sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         together = torch.cat([*[source.reshape(-1) for source in sources], sources[0].new_zeros(1)])  # -1 takes the zero at the end
-        return tuple(together[order].to(dtype) for order in orders[: 4 + biases])
+        return tuple(together[order].to(dtype) for order in orders[: len(orders) - 1 + biases])
 
     return Packer(plainly, HALF_MODES[dtype])
