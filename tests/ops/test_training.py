@@ -101,7 +101,7 @@ def by_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_captured_steps_wait_for_all_that_they_read(name: str, by_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, operation = to_train(name, ROWS, 64)
+    x, operation = to_train(name, ROWS, 192)
     optimizer = torch.optim.SGD(operation.tensors, 0.1)
 
     def step() -> None:
@@ -116,7 +116,7 @@ def test_captured_steps_wait_for_all_that_they_read(name: str, by_kernel: None, 
 def test_captured_steps_wait_for_what_is_written_by_hand(name: str, by_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an optimizer, through ``data``, of which PyTorch counts nothing. What a step packs first is on the branch of the last."""
     monkeypatch.setattr(branch, "_BRANCHES", 1)
-    x, operation = to_train(name, ROWS, 64)
+    x, operation = to_train(name, ROWS, 192)
 
     def step() -> None:
         trained(x, operation).sum().backward()
