@@ -2,7 +2,8 @@
 
 The forward pass multiplies by the kernels of inference where they take an operation, and keeps its input, and the norm before q, k and v.
 The backward pass computes hidden units again: that costs less than to store them and to load them. It multiplies factors out: the gradient
-of a weight is a dense product in any case, and the gradients of both factors are computed from it.
+of a weight is a dense product in any case, and the gradients of both factors are computed from it. Wide feed-forward blocks are multiplied
+factor by factor in both directions.
 """
 
 from __future__ import annotations

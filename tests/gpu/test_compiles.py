@@ -22,11 +22,13 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu import attention as attention_kernels
 from flysurgery.gpu import hidden_gradient, layer_norm, row_sums, weight_space
 from flysurgery.gpu import kernel as kernels
+from flysurgery.gpu.block_linear import launch_blocks, no_summands
 from flysurgery.gpu.compile import Compiled, compile_cubin, kernel_path
 from flysurgery.gpu.factor_by_factor import run_wide_ffn
 from flysurgery.gpu.gated import run_gated
 from flysurgery.gpu.gradients import all_gradients
 from flysurgery.gpu.product import run_product
+from flysurgery.gpu.wide_gradient import wide_gradient
 from flysurgery.ops import (
     Attention,
     Dense,
@@ -186,6 +188,20 @@ def of_hidden_units(features: int, hidden: int, dtype: torch.dtype) -> Call:
     return call, (x, dy, bias, first, last)
 
 
+def of_wide_block(make: Callable[[int, int], Architecture], dtype: torch.dtype) -> Call:
+    up, down = (layer(architecture, dtype) for architecture in factors(make, 768))
+    gradient, x = wide_gradient(up.architecture, down.architecture, 227 * 1024), normal(300, 768, dtype=dtype)
+    assert not isinstance(gradient, str)
+
+    def call() -> None:
+        images = gradient.weights(up, down, None, dtype)
+        for tile, image in zip(gradient.blocks or (), images.first, strict=False):
+            launch_blocks(tile, x, image, no_summands(tile, x.device))
+        hidden_gradient.run_hidden_gradient(x, x, images.panels, images.bias, "gelu", gradient.tiles)
+
+    return call, (*up.tensors, *down.factors)
+
+
 def of_attention(batch: int, tokens: int, dtype: torch.dtype) -> Call:
     parts = [normal(batch, 6, tokens, 64, dtype=dtype) for _ in range(5)]
     q, k, v, y, dy = parts
@@ -234,6 +250,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "gradients of 197 tokens": lambda: of_attention(30, 197, BFLOAT),
     "gradients of 257 tokens": lambda: of_attention(30, 257, HALF),
     "gradients of 1536 hidden units": lambda: of_hidden_units(384, 1536, BFLOAT),
+    "gradients of a wide block": lambda: of_wide_block(gonon, BFLOAT),
+    "gradients of a wide Monarch block": lambda: of_wide_block(monarch, HALF),
     "gradients of 3072 hidden units": lambda: of_hidden_units(768, 3072, HALF),
 }
 for kind in (HALF, FLOAT):
