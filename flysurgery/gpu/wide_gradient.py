@@ -32,7 +32,7 @@ from flysurgery.patterns import Architecture, Pattern
 _COLUMNS, _STAGE = (128, 96, 64), 64
 _FEWEST_SLOTS = 3
 _MOST = 0.75
-"""The share of a dense block's products up to which fewer are faster: 0.62 took 0.80 of its time, 0.50 took 0.78 (ViT-B, forward included)."""
+"""The share of a dense block's products up to which fewer are faster: 0.62 took 0.80 of its time, 0.50 took 0.78 (ViT-B, both ways)."""
 
 _NAMES = "first", "second", "third", "last"
 _Places = dict[str, np.ndarray]
