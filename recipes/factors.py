@@ -72,7 +72,7 @@ KINDS = ("dense", "low rank", "pruning", "2:4", "torchao", "lazylinop")
 
 
 @dataclass(frozen=True)
-class Rival:
+class Way:
     """One way. ``run`` is a text where it cannot run here: the reason.
 
     ``density`` is the share of the dense weights that it keeps, ``exact`` the same function in float64, ``allowed`` the relative rms error
@@ -113,12 +113,12 @@ def rivals_case(place: Place, *, layer: str, arch: str, width: int, rows: int, m
     )
 
 
-def rivals(architecture: Architecture, device: torch.device, dtype: torch.dtype, kinds: tuple[str, ...]) -> Iterator[Rival]:
+def rivals(architecture: Architecture, device: torch.device, dtype: torch.dtype, kinds: tuple[str, ...]) -> Iterator[Way]:
     """Dense, the butterfly, and their rivals of some kinds for a layer with bias of the same size, with random weights."""
     layer = ButterflyLinear(architecture, device=device, dtype=dtype).requires_grad_(False)
     dense = dense_linear(layer)
-    yield Rival("dense", 1.0, dense, by_definition(layer).double())
-    yield Rival("butterfly", architecture.density, layer, by_definition(layer).double())
+    yield Way("dense", 1.0, dense, by_definition(layer).double())
+    yield Way("butterfly", architecture.density, layer, by_definition(layer).double())
     if "low rank" in kinds:
         yield from _low_rank(architecture, device, dtype)
     if "pruning" in kinds:
@@ -136,7 +136,7 @@ def rivals(architecture: Architecture, device: torch.device, dtype: torch.dtype,
         yield from _where_possible(architecture.density, _lazylinop(layer), *names)
 
 
-def _low_rank(architecture: Architecture, device: torch.device, dtype: torch.dtype) -> Iterator[Rival]:
+def _low_rank(architecture: Architecture, device: torch.device, dtype: torch.dtype) -> Iterator[Way]:
     rank = architecture.num_parameters // (architecture.out_features + architecture.in_features)
     if not 0 < rank <= min(architecture.shape):
         return
@@ -147,7 +147,7 @@ def _low_rank(architecture: Architecture, device: torch.device, dtype: torch.dty
     second.weight = nn.Parameter(layer.factors[0].detach().reshape(other.out_features, rank), requires_grad=False)
     second.bias = _bias(layer)
     for name, module in (("low rank, two linears", nn.Sequential(first, second)), ("low rank, our layer", layer)):
-        yield Rival(name, other.density, module, by_definition(layer).double(), note=f"rank {rank}")
+        yield Way(name, other.density, module, by_definition(layer).double(), note=f"rank {rank}")
 
 
 def _bias(layer: ButterflyLinear) -> nn.Parameter:
@@ -155,7 +155,7 @@ def _bias(layer: ButterflyLinear) -> nn.Parameter:
     return layer.bias
 
 
-def _pruned(dense: nn.Linear, share: float, end: str = "") -> Iterator[Rival]:
+def _pruned(dense: nn.Linear, share: float, end: str = "") -> Iterator[Way]:
     """Multiply by the weights of largest magnitude, as PyTorch's CSR and as rows of our own kernel, in both layouts.
 
     Batch-size-last is the product for x of shape (features, rows); with transposes counted it stands between two of what models have.
@@ -171,7 +171,7 @@ def _pruned(dense: nn.Linear, share: float, end: str = "") -> Iterator[Rival]:
     note = f"lengths of rows vary by {float(lengths.std(correction=0) / lengths.mean()):.2f} of their mean"
     loose = CSR_ERROR if weight.dtype.itemsize == 2 else 0.0
     of = f", {share:.4g} of the weights{end}"
-    yield Rival(CSR + of, share, lambda x: nn.functional.linear(x, stored) + bias, exact, loose, note)
+    yield Way(CSR + of, share, lambda x: nn.functional.linear(x, stored) + bias, exact, loose, note)
     by_rows = None
     if weight.is_cuda:
         from sparse_rows import multiply_by_rows  # Triton is not everywhere
@@ -183,8 +183,8 @@ def _pruned(dense: nn.Linear, share: float, end: str = "") -> Iterator[Rival]:
 
     for name, product, allowed in ((CSR, csr, loose), (BY_ROWS, by_rows, 0.0)):
         last, transposed = (NEEDS_CUDA, NEEDS_CUDA) if product is None else _in_both_layouts(product)
-        yield Rival(f"{name}, batch-size-last{of}", share, last, exact, allowed, note, last=True)
-        yield Rival(f"{name}, transposes counted{of}", share, transposed, exact, allowed, note)
+        yield Way(f"{name}, batch-size-last{of}", share, last, exact, allowed, note, last=True)
+        yield Way(f"{name}, transposes counted{of}", share, transposed, exact, allowed, note)
 
 
 def _in_both_layouts(product: Run) -> tuple[Run, Run]:
@@ -192,7 +192,7 @@ def _in_both_layouts(product: Run) -> tuple[Run, Run]:
     return lambda x: product(x).T, lambda x: product(x.T.contiguous()).T.contiguous()
 
 
-def _semi_structured(dense: nn.Linear) -> Iterator[Rival]:
+def _semi_structured(dense: nn.Linear) -> Iterator[Way]:
     if not dense.weight.is_cuda or dense.weight.dtype == torch.float32:
         raise OptionError("sparse tensor cores take 16 bits on CUDA")
     model = nn.Sequential(copy.deepcopy(dense))
@@ -200,10 +200,10 @@ def _semi_structured(dense: nn.Linear) -> Iterator[Rival]:
     exact = copy.deepcopy(model).double()
     store_sparse(model, ["0"])
     model(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
-    yield Rival("2:4 semi-structured", 0.5, model, exact)
+    yield Way("2:4 semi-structured", 0.5, model, exact)
 
 
-def _torchao(name: str, config: str, allowed: float, dense: nn.Linear) -> Iterator[Rival]:
+def _torchao(name: str, config: str, allowed: float, dense: nn.Linear) -> Iterator[Way]:
     """Make a quantization of torchao, an optional package, through the compiler as it tells its users, and operator by operator.
 
     The compiler puts a kernel for few rows in the place of a product with int8 weights in bfloat16.
@@ -213,11 +213,11 @@ def _torchao(name: str, config: str, allowed: float, dense: nn.Linear) -> Iterat
     model, exact = nn.Sequential(copy.deepcopy(dense)), copy.deepcopy(dense).double()
     quantize(model, ["0"], config)
     model(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
-    yield Rival(name, 1.0, torch.compile(model, dynamic=False), exact, allowed, "torch.compile")
-    yield Rival(f"{name}, not compiled", 1.0, model, exact, allowed)
+    yield Way(name, 1.0, torch.compile(model, dynamic=False), exact, allowed, "torch.compile")
+    yield Way(f"{name}, not compiled", 1.0, model, exact, allowed)
 
 
-def _lazylinop(layer: ButterflyLinear) -> Iterator[Rival]:
+def _lazylinop(layer: ButterflyLinear) -> Iterator[Way]:
     """Make ``ksm`` of lazylinop, an optional package, which stores factors as ours and takes x with the batch last.
 
     It is timed with a transposition before and after, and without.
@@ -233,17 +233,17 @@ def _lazylinop(layer: ButterflyLinear) -> Iterator[Rival]:
         return x
 
     name, density = "lazylinop ksm, transposes", layer.architecture.density
-    yield Rival(f"{name} counted", density, lambda x: multiplied(x.T.contiguous()).T.contiguous() + bias, exact)
+    yield Way(f"{name} counted", density, lambda x: multiplied(x.T.contiguous()).T.contiguous() + bias, exact)
     # a view: as if x had the batch last
-    yield Rival(f"{name} not counted", density, lambda x: multiplied(x.T).T + bias, exact)
+    yield Way(f"{name} not counted", density, lambda x: multiplied(x.T).T + bias, exact)
 
 
-def _where_possible(density: float, made: Iterator[Rival], *names: str) -> Iterator[Rival]:
+def _where_possible(density: float, made: Iterator[Way], *names: str) -> Iterator[Way]:
     """Rivals that another package or the device may not have; these names then say why."""
     try:
         found = [*made]
     except Exception as error:  # an optional package of another version may raise anything
-        found = [Rival(name, density, f"no: {first_line(error)}") for name in names]
+        found = [Way(name, density, f"no: {first_line(error)}") for name in names]
     yield from found
 
 

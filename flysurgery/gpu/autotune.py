@@ -16,7 +16,7 @@ from flysurgery.gpu.device import device_obstacle, shared_limit_of
 from flysurgery.gpu.fused_linear import KINDS, FusedLinear
 from flysurgery.gpu.modes import dtype_of
 from flysurgery.gpu.product import factor_configs, factor_product
-from flysurgery.gpu.table import TunedCase, TunedEntry, recording, save_entries
+from flysurgery.gpu.table import TunedCase, TunedEntry, cases_met, save_entries
 from flysurgery.gpu.tiling import Tiling, configs, tiling
 from flysurgery.gpu.uncounted_writes import doubt
 
@@ -57,7 +57,7 @@ def autotune(
         raise BackendError(f"nothing can be autotuned here: {obstacle}")
     if torch.cuda.is_current_stream_capturing() or torch.compiler.is_compiling():
         raise BackendError("nothing can be autotuned while a graph is captured or compiled; autotune before")
-    with recording() as cases:
+    with cases_met() as cases:
         compute()
     found = []
     for done, (case, device_index) in enumerate(cases.items()):

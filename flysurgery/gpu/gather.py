@@ -67,7 +67,7 @@ class Packer:
             images = self.plainly(tuple(part.view(source.shape) for part, source in parts))
             return [image.view(dtype_of(self.mode)).int() for image in images]
 
-        tables = [present - 1 for present in packed(torch.ones_like(places))]
+        tables = [found - 1 for found in packed(torch.ones_like(places))]
         scale = 1
         while scale < len(places):
             for table, digits in zip(tables, packed(places // scale % _BASE), strict=True):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
 from flysurgery.gpu.kernel import current_device
-from flysurgery.gpu.modes import dtype_of, present_mode
+from flysurgery.gpu.modes import current_mode, dtype_of
 from flysurgery.gpu.product import run_product
 from flysurgery.gpu.row_sums import sum_of_rows
 from flysurgery.gpu.uncounted_writes import doubt_trained
@@ -195,7 +195,7 @@ def _fake_gradients(
 def _autocast(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], linears: int, mode: str) -> Tensor:
     """Round x as autocast rounds the input of a linear layer. Factors stay wide: packing rounds them."""
     dtype = torch.get_autocast_dtype("cuda")
-    narrow = present_mode(dtype)
+    narrow = current_mode(dtype)
     with torch.autocast("cuda", enabled=False):
         if x.dtype == torch.float32 and narrow is not None:
             x, mode = x.to(dtype), narrow

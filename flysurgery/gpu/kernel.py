@@ -17,7 +17,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.compile import cuda_module, find_cubin
 from flysurgery.gpu.modes import macros
-from flysurgery.gpu.recording import present_recording
+from flysurgery.gpu.recording import current_recording
 from flysurgery.gpu.tensor_map import Boxes
 
 Argument = Tensor | Boxes | int | None
@@ -63,7 +63,7 @@ class Kernel:
         if shared_bytes > self._shared_bytes:
             self._allow_shared(shared_bytes)
         sizes = (*grid, *block, shared_bytes)
-        recording = present_recording()
+        recording = current_recording()
         if recording is not None:
             recording.launch(self, sizes, arguments, early)
         words = list[int]()

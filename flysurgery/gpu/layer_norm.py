@@ -62,7 +62,7 @@ def run_layer_norm(
     return _launched(x, wide[0], wide[1], eps, y)
 
 
-def present_norm(
+def normalize_rows(
     x: Tensor,  # shape: (rows, features)
     weight: Tensor | None,  # shape: (features,)
     bias: Tensor | None,  # shape: (features,)

@@ -65,14 +65,14 @@ def mode_of(dtype: torch.dtype, *, allow_tf32: bool) -> str | None:
     return HALF_MODES.get(dtype)
 
 
-def present_mode(dtype: torch.dtype) -> str | None:
+def current_mode(dtype: torch.dtype) -> str | None:
     """``mode_of`` a dtype under PyTorch's present settings."""
     return mode_of(dtype, allow_tf32=dtype == torch.float32 and tf32_allowed())
 
 
 def mode_for(x: Tensor) -> str:
-    """``present_mode`` of x, whose dtype kernels take."""
-    mode = present_mode(x.dtype)
+    """``current_mode`` of x, whose dtype kernels take."""
+    mode = current_mode(x.dtype)
     assert mode is not None, "other dtypes have been refused"
     return mode
 

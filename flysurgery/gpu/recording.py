@@ -61,11 +61,11 @@ class Recording:
         self._memory: dict[int, tuple[StorageWeakRef, int, int]] = {}  # by storage, whose id stays unique while it is referenced
 
     def __enter__(self) -> Recording:
-        _present.recording = self
+        _thread.recording = self
         return self
 
     def __exit__(self, *raised: object) -> None:
-        _present.recording = None
+        _thread.recording = None
 
     def make(self, tensor: Tensor) -> None:
         """Record an allocation, which launches fill before anything reads it."""
@@ -100,34 +100,34 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class _Present(threading.local):
+class _OfThread(threading.local):
     recording: Recording | None = None
 
 
-_present = _Present()
+_thread = _OfThread()
 
 
-def present_recording() -> Recording | None:
+def current_recording() -> Recording | None:
     """The recording that is active in this thread."""
-    return _present.recording
+    return _thread.recording
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """``torch.empty`` for launches to fill."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
-    if _present.recording is not None:
-        _present.recording.make(tensor)
+    if _thread.recording is not None:
+        _thread.recording.make(tensor)
     return tensor
 
 
 def rely_on(constants: Sequence[Tensor], sources: Sequence[Tensor] = ()) -> None:
     """Record tensors whose addresses stay the same as long as their source parameters do not change."""
-    if _present.recording is not None:
-        _present.recording.constants += constants
-        _present.recording.sources += sources
+    if _thread.recording is not None:
+        _thread.recording.constants += constants
+        _thread.recording.sources += sources
 
 
 def mark_changed() -> None:
     """Record that the call computed tensors which later calls reuse."""
-    if _present.recording is not None:
-        _present.recording.changed = True
+    if _thread.recording is not None:
+        _thread.recording.changed = True

@@ -78,7 +78,7 @@ def keep_sums(
     So a copy, a sum of gradients and what a hook gives in its place know nothing of them.
     """
     if sums is not None:
-        setattr(gradient, _KEPT, (sums, *_present(gradient)))
+        setattr(gradient, _KEPT, (sums, *_state_of(gradient)))
 
 
 def known_sums(gradient: Tensor) -> Tensor | None:  # shape: (parts, features)
@@ -87,9 +87,9 @@ def known_sums(gradient: Tensor) -> Tensor | None:  # shape: (parts, features)
     Writes are those that PyTorch counts, as it does for tensors that it saves: those through ``.data`` are not.
     """
     kept = getattr(gradient, _KEPT, None)
-    return kept[0] if kept is not None and kept[1:] == _present(gradient) else None
+    return kept[0] if kept is not None and kept[1:] == _state_of(gradient) else None
 
 
-def _present(gradient: Tensor) -> tuple[int, int | None]:
+def _state_of(gradient: Tensor) -> tuple[int, int | None]:
     """How often it has been written to, and the current stream."""
     return gradient._version, current_stream(gradient.device.index) if gradient.is_cuda else None

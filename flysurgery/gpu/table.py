@@ -149,7 +149,7 @@ def meet(cases: Callable[[int], list[TunedCase]], x: Tensor) -> None:
 
 
 @contextmanager
-def recording() -> Iterator[dict[TunedCase, int]]:
+def cases_met() -> Iterator[dict[TunedCase, int]]:
     """Record the cases of the kernels that all threads run inside the block, in order, and their devices."""
     global _met
     _met = {}

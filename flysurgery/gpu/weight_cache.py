@@ -64,8 +64,8 @@ def derived_for_launch(
 ) -> tuple[tuple[Tensor, ...], bool]:
     """The result of ``derived``, and whether it existed before the last queued kernel: then the next launch may begin early."""
     capturing = sources[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    taken = _present.taken if capturing else None
-    follows = capturing and taken is None and (_present.trains or not inference)
+    taken = _thread.taken if capturing else None
+    follows = capturing and taken is None and (_thread.trains or not inference)
     if capturing and any(source.is_inference() or (follows and source.requires_grad) for source in sources):
         return _in_graph(sources, make), False
     if any(map(Tensor.is_inference, sources)):
@@ -82,7 +82,7 @@ def derived_for_launch(
         return entry.tensors, True
     if capturing:
         return _in_graph(sources, make), False
-    if _present.trains:
+    if _thread.trains:
         know(sources)
     trust, tensors = Trust(sources), make_to_keep(make, sources[0].device)
     if any(source.nbytes < source.untyped_storage().nbytes() for source in sources):
@@ -123,7 +123,7 @@ def _make(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 def _in_graph(sources: tuple[Tensor, ...], make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Make tensors inside of a graph that is being captured, in a block of ``training`` ahead of what is queued."""
-    return ahead(sources, lambda: _make(make)) if _present.trains else _make(make)
+    return ahead(sources, lambda: _make(make)) if _thread.trains else _make(make)
 
 
 def make_to_keep(make: Callable[[], tuple[Tensor, ...]], device: torch.device) -> tuple[Tensor, ...]:
@@ -172,8 +172,8 @@ def _refresh(old: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, 
 
 def _remember(key: _Key, entry: _Entry, sources: tuple[Tensor, ...]) -> None:
     def drop(reference: weakref.ref[UntypedStorage]) -> None:
-        present = _entries.get(key)
-        if present is not None and any(reference is own for own in present.storages):
+        kept = _entries.get(key)
+        if kept is not None and any(reference is own for own in kept.storages):
             _entries.pop(key, None)
 
     entry.storages = tuple(weakref.ref(source.untyped_storage(), drop) for source in sources)
@@ -224,12 +224,12 @@ class Taken:
         return self._trust.holds(self._sources) and self._seen == [(source._version, source.data_ptr()) for source in self._sources]
 
 
-class _Present(threading.local):
+class _OfThread(threading.local):
     taken: Taken | None = None  # of the graph that this thread captures; without one, a graph packs weights that require gradients itself
     trains = False
 
 
-_present = _Present()
+_thread = _OfThread()
 
 
 @contextmanager
@@ -238,19 +238,19 @@ def taking() -> Iterator[Taken]:
 
     Use it for graphs that are captured again when their ``Taken`` is no longer valid. It must live as long as the graphs.
     """
-    taken = _present.taken = Taken()
+    taken = _thread.taken = Taken()
     try:
         yield taken
     finally:
-        _present.taken = None
+        _thread.taken = None
         taken.trust()
 
 
 @contextmanager
 def training() -> Iterator[None]:
     """Let operators without gradients be part of training: graphs that are captured in the block pack weights in each replay."""
-    before, _present.trains = _present.trains, True
+    before, _thread.trains = _thread.trains, True
     try:
         yield
     finally:
-        _present.trains = before
+        _thread.trains = before

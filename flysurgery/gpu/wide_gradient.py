@@ -245,9 +245,9 @@ def _inverse(gradient: WideGradient, name: str, device: torch.device) -> Tensor:
 
     def make() -> tuple[Tensor, ...]:
         places = gradient.hidden if name == "bias" else gradient.places[name].ravel()
-        (present,) = np.nonzero(places >= 0)
-        found = np.empty(len(present), np.int64)
-        found[places[present]] = present
+        (held,) = np.nonzero(places >= 0)
+        found = np.empty(len(held), np.int64)
+        found[places[held]] = held
         return (torch.from_numpy(found).to(device),)
 
     return make_to_keep(make, device)[0]

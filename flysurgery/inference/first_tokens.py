@@ -119,9 +119,9 @@ class Unchanged(Condition):
         except (RuntimeError, ValueError):  # another tensor or array, of which some numbers are equal
             return False
 
-    def _present(self) -> list[Any]:
+    def _current(self) -> list[Any]:
         counts = [(type(each), len(vars(each)), len(each._modules)) for each in self._readers]
-        return [*super()._present(), *counts]
+        return [*super()._current(), *counts]
 
 
 class FirstTokensForward(StandInMethod):

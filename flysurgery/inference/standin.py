@@ -47,7 +47,7 @@ class Condition:
     def settle(self) -> None:
         """Store the present children and forwards as those that must stay."""
         self._find_places()
-        self._settled = self._present()
+        self._settled = self._current()
 
     def _find_places(self) -> None:
         parents = (*self.covered, *self._holders)
@@ -59,14 +59,14 @@ class Condition:
         """Whether the fused modules may run. Every call asks this, so it takes a third of the time of ``obstacle``."""
         if torch.compiler.is_compiling():
             return not any(self._hooks) and not any(module.training for module in self.covered)
-        return not any(self._hooks) and not self._differ() and self._settled == self._present()
+        return not any(self._hooks) and not self._differ() and self._settled == self._current()
 
     def _differ(self) -> bool:
         if self._rates is None:
             return any(map(_training, self.covered))
         return any(module.training and getattr(module, name) for module, name in self._rates)
 
-    def _present(self) -> list[Any]:
+    def _current(self) -> list[Any]:
         if not self._places:
             self._places = [vars(module) if place is None else place for module, place, _ in self._looked_at]
             self._names = [name for _, _, name in self._looked_at]

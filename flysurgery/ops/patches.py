@@ -10,7 +10,7 @@ from torch.nn import functional
 from flysurgery.gpu.branch import Branch, begin_ahead
 from flysurgery.gpu.dense import patches_obstacle, rows_of_image, run_patches
 from flysurgery.gpu.gradients import summed
-from flysurgery.gpu.modes import present_mode
+from flysurgery.gpu.modes import current_mode
 from flysurgery.gpu.parts import present
 from flysurgery.gpu.uncounted_writes import doubt_trained
 from flysurgery.ops.attend import copy_wide
@@ -62,7 +62,7 @@ class PatchEmbedding(NamedTuple):
         return f"{count} patches and {tokens} tokens before them have no position of {self.position.shape[-2]} rows"
 
     def stages(self, x: Tensor) -> Stages | str:
-        mode, (features, channels, high, wide) = present_mode(x.dtype), self.weight.shape
+        mode, (features, channels, high, wide) = current_mode(x.dtype), self.weight.shape
         if mode is not None and patches_obstacle(high, wide, channels, features, mode, x.device.index) is None:
             stage = Stage((), lambda y, x, given: run_patches(x, *given[:4], mode=mode))
         else:

@@ -20,7 +20,7 @@ from flysurgery.gpu.device import kernels_take, shared_limit_of
 from flysurgery.gpu.factor_by_factor import run_wide_ffn
 from flysurgery.gpu.gradients import summed
 from flysurgery.gpu.hidden_gradient import hidden_gradient_takes, hidden_image, run_hidden_gradient
-from flysurgery.gpu.layer_norm import norm_gradient, present_norm
+from flysurgery.gpu.layer_norm import norm_gradient, normalize_rows
 from flysurgery.gpu.modes import mode_for
 from flysurgery.gpu.parts import FusedFactors, Gated, Linear, Norm, present
 from flysurgery.gpu.product import run_product
@@ -142,7 +142,7 @@ def _back_norm(x: Tensor, gradient: Tensor, norm: Norm, beside: Tensor | None) -
 
 
 def _layer_norm(x: Tensor, given: LayerNorm) -> tuple[Tensor, Kept]:
-    return present_norm(x, *given.norm), ()
+    return normalize_rows(x, *given.norm), ()
 
 
 def _back_layer_norm(dy: Tensor, x: Tensor, given: LayerNorm, kept: Kept, learning: set[int], branch: Branch) -> tuple[Tensor, LayerNorm]:
@@ -151,7 +151,7 @@ def _back_layer_norm(dy: Tensor, x: Tensor, given: LayerNorm, kept: Kept, learni
 
 
 def _norm_linears(x: Tensor, given: NormLinears) -> tuple[Tensor, Kept]:
-    normed, group = present_norm(x, *given.norm), given.group
+    normed, group = normalize_rows(x, *given.norm), given.group
     factors = [member for member in group if isinstance(member, FusedFactors)]
     if len(factors) == len(group) and _halves(x) and in_one_launch(x, factors, norm=False):
         biases = [member.bias for member in factors if member.bias is not None]
@@ -292,7 +292,7 @@ def _halves(x: Tensor) -> bool:
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
-    return x if norm is None else present_norm(x, *norm)
+    return x if norm is None else normalize_rows(x, *norm)
 
 
 _FORWARD: dict[type, Callable[..., Any]] = {

@@ -9,7 +9,7 @@ from torch.nn import functional
 import flysurgery
 from flysurgery.factors import factors_to_dense
 from flysurgery.gpu.hidden_gradient import hidden_gradient_takes, hidden_image, run_hidden_gradient
-from flysurgery.gpu.layer_norm import norm_gradient, present_norm
+from flysurgery.gpu.layer_norm import norm_gradient, normalize_rows
 from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
 from flysurgery.gpu.weight_space import multiplied_out
 from flysurgery.ops import trained, trained_with_x, training
@@ -53,7 +53,7 @@ def test_norms_and_their_gradients(columns: int, rows: int, dtype: torch.dtype) 
     wide = [each.double().requires_grad_() for each in (x, weight, bias)]
     y = functional.layer_norm(wide[0], (columns,), wide[1], wide[2], 1e-6)
     of_x, of_weight, of_bias = torch.autograd.grad(y, wide, g.double())
-    assert_rounded(present_norm(x, weight, bias, 1e-6), y.detach(), dtype)
+    assert_rounded(normalize_rows(x, weight, bias, 1e-6), y.detach(), dtype)
     found = norm_gradient(x, g, weight, 1e-6, r)
     assert_rounded(found.x, of_x + r.double(), dtype)
     assert max(map(distance, (found.weight, found.bias), (of_weight, of_bias))) < 1e-6

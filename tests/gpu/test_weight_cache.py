@@ -318,11 +318,11 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 def test_graphs_that_take_packed_weights_are_told_of_changes(change: str) -> None:
     sources = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     with taking() as taken:
-        assert derivation._present.taken is taken
+        assert derivation._thread.taken is taken
         for source in sources:
             taken.add([source * 2], [source])
             taken.add([source * 3], [*sources])
-    assert derivation._present.taken is None
+    assert derivation._thread.taken is None
     assert taken.right()
     with torch.no_grad():
         CHANGES[change](sources[1])
