@@ -7,9 +7,8 @@ from flysurgery.ops.attend import Attention, attended
 from flysurgery.ops.backend import Backend, Problem
 from flysurgery.ops.dispatch import BACKENDS, Explanation, Verdict, explain
 from flysurgery.ops.feed_forward import FeedForward
-from flysurgery.ops.linear_residual import LinearResidual, leaves_moments, run_with_moments
+from flysurgery.ops.linears import MOMENTS, LayerNorm, LinearResidual, NormLinears, leaves_moments, run_with_moments
 from flysurgery.ops.multiply import ks_linear, ks_linear_group, ks_multiply
-from flysurgery.ops.norm_linears import MOMENTS, LayerNorm, NormLinears
 from flysurgery.ops.patches import PatchEmbedding, embedded
 from flysurgery.ops.training import trained, trained_with_x, training_reason
 from flysurgery.ops.ways import Operation, Stage, Way, reason, run, way

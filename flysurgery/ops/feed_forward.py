@@ -15,7 +15,7 @@ from flysurgery.gpu.ffn import run_ffn
 from flysurgery.gpu.gated import gated_obstacle, run_gated
 from flysurgery.gpu.modes import mode_for
 from flysurgery.gpu.parts import FusedFactors, Gated, Linear, Norm, present, wrong_norm, wrong_size, wrong_vector
-from flysurgery.ops.norm_linears import MOMENTS, plain_norm
+from flysurgery.ops.linears import MOMENTS, plain_norm
 from flysurgery.ops.one_launch import (
     epilogue_reason,
     few_rows_linear,
@@ -39,7 +39,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 NARROWEST_BLOCK = 512
-"""From this many features on, one launch for each factor is faster; timed as for ``norm_linears``."""
+"""From this many features on, one launch for each factor is faster; timed as for ``NormLinears``."""
 
 
 class FeedForward(NamedTuple):

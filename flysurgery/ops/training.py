@@ -30,8 +30,7 @@ from flysurgery.gpu.weight_cache import training
 from flysurgery.gpu.wide_gradient import WideGradient, takes_wide_gradient, wide_gradient
 from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
 from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward, takes_each_factor
-from flysurgery.ops.linear_residual import LinearResidual
-from flysurgery.ops.norm_linears import LayerNorm, NormLinears
+from flysurgery.ops.linears import LayerNorm, LinearResidual, NormLinears
 from flysurgery.ops.one_launch import epilogue_reason, in_one_launch, linear_epilogue, whole_reason
 from flysurgery.ops.ways import Operation, reason, run
 from flysurgery.torch_state import is_tracing, refuse_second_derivative, without_autocast
