@@ -65,7 +65,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
              const char* __restrict__ moments, const char* __restrict__ residual, char* __restrict__ y, long long rows, long long x_stride,
              long long residual_stride, int backwards, int eps_bits) {
     extern __shared__ __align__(BOXES ? 1024 : 128) char memory[];
-    // panels of weights | staged x | rows of y that are turned | factors and shifts of the columns, sums of their weights
+    // panels of weights | staged x | rows of y that are turned | shifts of the columns, with SCALED or NORM also their factors and sums of weights
     //   | bytes from a row's start to each piece | a barrier a panel: it is there | barriers of x
     const u32 weights = shared_address(memory), staged_at = weights + kStages * kPanel;
     const u32 turned_at = staged_at + 4 * WARPGROUPS * SLOTS * kSlot, columns_at = turned_at + 4 * WARPGROUPS * kTurned;

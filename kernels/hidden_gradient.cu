@@ -1,5 +1,6 @@
 // What the backward pass of a feed-forward block needs of its hidden units, in one launch: h = act(u) for u = x W1ᵀ + b, and du = (dy W2) * act'(u).
-// A tile of hidden units reads some columns of x and some of dy, by a table: all of them, or those that a factor connects with it.
+// A tile of hidden units reads all columns of x and of dy, or those that two factors connect with it: tiles are sorted by the block of the one that reads x,
+// its class, then by the block of the one that reads dy, its part, each of PIECES tiles. h is sorted by parts first.
 //
 //     turns of two warpgroups:   x W1ᵀ of A │ x W1ᵀ of B │ dy W2 of A │ dy W2 of B │ x W1ᵀ of the next A │ …
 //     meanwhile the other:                  │ h of A     │ h of B     │ du of A    │ du of B
@@ -19,10 +20,9 @@
 // Floor: both products, or the bytes of x, dy, h and du.
 //
 // x, dy: (rows, any); bias: (HIDDEN,) or null; h, du: (rows, HIDDEN). All are halves. Bias, du and its sums lie in the order of the tiles.
-// places: (HIDDEN / COLUMNS, 3): the first column of x, of dy and of h of each tile.
 // sums_of_du: (parts, 2, 4, HIDDEN) float32, to be added up. The tiles of `parts` passes, of a cluster, are a multiple of the number of blocks, or they are all.
-// Defines: INPUTS and GRADIENTS (stages of 64 columns of x and of dy that a tile reads), HIDDEN, COLUMNS (hidden units of a tile), MODE (0 fp16, 1 bf16),
-// ACTIVATION (activation_slope.cuh), STAGES (slots).
+// Defines: INPUTS and GRADIENTS (64 columns each, of x and of dy, that a tile reads), HIDDEN, COLUMNS (hidden units of a tile), PARTS, PIECES, MODE (0 fp16,
+// 1 bf16), ACTIVATION (activation_slope.cuh), STAGES (slots).
 // Limits: sm_90a; HIDDEN a multiple of COLUMNS, COLUMNS of 32; rows begin at multiples of 16 bytes.
 #include "accumulator_sums.cuh"
 #include "activation_slope.cuh"
@@ -30,10 +30,10 @@
 
 constexpr int kUnits = 2, kRows = 64 * kUnits, kColumns = COLUMNS;
 constexpr int kCluster = 2, kThreads = 3 * 128;
-constexpr int kTiles = kColumns / 8, kColumnTiles = HIDDEN / kColumns;
+constexpr int kTiles = kColumns / 8, kColumnTiles = HIDDEN / kColumns, kClasses = kColumnTiles / (PARTS * PIECES);
 constexpr int kPanel = kColumns * 128, kSlot = kRows * 128 + kPanel;
 constexpr int kRegisters = 240, kBringing = 24;  // of a multiplying thread, and of a loading thread; together all registers
-static_assert(HIDDEN % kColumns == 0 && kColumns % 32 == 0, "whole tiles and vectors");
+static_assert(HIDDEN == kClasses * PARTS * PIECES * kColumns && kColumns % 32 == 0, "whole tiles and vectors");
 
 using Ring = ClusterRing<STAGES, kSlot, kCluster>;
 using Sums = float[kUnits][kTiles][4];
@@ -50,6 +50,13 @@ __device__ __forceinline__ float slope_of(u32 two, int which) {
     return f;
 }
 
+// The first column of x, of dy and of h of a tile of hidden units.
+__device__ __forceinline__ constexpr int first_of_x(int tile) { return tile / (PARTS * PIECES) * INPUTS * 64; }
+__device__ __forceinline__ constexpr int first_of_dy(int tile) { return tile / PIECES % PARTS * GRADIENTS * 64; }
+__device__ __forceinline__ constexpr int first_of_h(int tile) {
+    return ((tile / PIECES % PARTS * kClasses + tile / (PARTS * PIECES)) * PIECES + tile % PIECES) * kColumns;
+}
+
 // A warpgroup's turn, from the n-th slot on.
 template <int COUNT>
 __device__ __forceinline__ void multiply(Sums& sums, const Ring& ring, int n, int warpgroup, int lane) {
@@ -63,8 +70,8 @@ __device__ __forceinline__ void multiply(Sums& sums, const Ring& ring, int n, in
 }
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy, const char* __restrict__ image, const int* __restrict__ places,
-                const u16* __restrict__ bias, u16* __restrict__ h, u16* __restrict__ du, float* __restrict__ sums_of_du, long long rows, int parts) {
+hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy, const char* __restrict__ image, const u16* __restrict__ bias,
+                u16* __restrict__ h, u16* __restrict__ du, float* __restrict__ sums_of_du, long long rows, int parts) {
     extern __shared__ __align__(1024) char memory[];
     // slots | biases of all hidden units, float32 | barriers
     Ring ring;
@@ -94,7 +101,7 @@ hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                 for (int turn = 0; turn < 4; ++turn) {
                     const int tile = pair + turn % 2 * clusters, second = turn / 2;
                     if (tile >= tiles) continue;
-                    const int stages = second ? GRADIENTS : INPUTS, from = places[tile % kColumnTiles * 3 + second];
+                    const int stages = second ? GRADIENTS : INPUTS, from = second ? first_of_dy(tile % kColumnTiles) : first_of_x(tile % kColumnTiles);
                     const char* panel = image + (long long)(tile % kColumnTiles * (INPUTS + GRADIENTS) + second * INPUTS) * kPanel + rank * (kPanel / kCluster);
 #pragma unroll 1
                     for (int s = 0; s < stages; ++s, ++n, panel += kPanel) {
@@ -122,11 +129,11 @@ hidden_gradient(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
             break;
         }
         const int row = row_of(tile) + warp % 4 * 16 + g, column = tile % kColumnTiles * kColumns + t * 8;
-        const auto store = [&](u16* to, int first, int r, int u, int half, const Vector<16>& out) {  // 8 neighbours of one row
+        const auto store = [&](u16* to, int from, int r, int u, int half, const Vector<16>& out) {  // 8 neighbours of one row
             const long long at = row + u * 64 + half * 8;
-            if (at < rows) store_now(to + at * HIDDEN + first + r * 32, out);
+            if (at < rows) store_now(to + at * HIDDEN + from + r * 32, out);
         };
-        const int column_of_h = places[tile % kColumnTiles * 3 + 2] + t * 8;
+        const int column_of_h = first_of_h(tile % kColumnTiles) + t * 8;
         Sums sums;
         u32 slopes[kUnits][kTiles][2];
         multiply<INPUTS>(sums, ring, n + warpgroup * INPUTS, warpgroup, lane);

@@ -12,7 +12,7 @@ from torch import Tensor
 from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.fused_linear import strides_of
 from flysurgery.gpu.gather import Packer
-from flysurgery.gpu.image import output_order, places_of
+from flysurgery.gpu.image import entries_of, output_order
 from flysurgery.gpu.kernel import current_stream, float_bits, kernel_of
 from flysurgery.gpu.layer_norm import row_moments
 from flysurgery.gpu.modes import HALF_MODES, macros
@@ -126,14 +126,10 @@ class BlockTiling:
     @cached_property
     def weight_indices(self) -> np.ndarray:  # shape: (tiles, classes, steps, 8, columns, 8)
         """Where each element of the image comes from in the flattened factor; -1 for zeros."""
-        _, b, c, d = self.factor.factor_shape
         outputs = np.array(self.outputs).reshape(self.tiles, self.columns, self.classes)[:, self.place].transpose(0, 2, 1)
         k = self.pieces[..., None] * _PIECE + np.arange(_PIECE)
         inputs = np.where(self.pieces[..., None] >= 0, np.array(self.inputs)[k], -1)  # shape: (tiles, classes, pieces, 8)
-        m, q = outputs[:, :, None, :, None], inputs[:, :, :, None, :]
-        i, j = m // (b * d), m % d
-        inside = (q >= 0) & (q // (c * d) == i) & (q % d == j)
-        places = places_of(self.factor, i, m // d % b, np.where(inside, q // d % c, -1), j)
+        places = entries_of(self.factor, outputs[:, :, None, :, None], inputs[:, :, :, None, :])
         return places.reshape(self.tiles, self.classes, self.steps, 8, self.columns, 8)
 
 
@@ -291,7 +287,7 @@ def launch_blocks(
     backwards: bool = False,
     early: bool = False,
 ) -> Tensor:  # shape: (rows, outputs)
-    """``multiply_blocks`` with what ``pack_blocks`` gives."""
+    """``multiply_blocks`` with what ``pack_blocks`` gives; rows begin at multiples of 16 bytes."""
     rows, device_index = x.shape[0], x.device.index
     y = fresh((rows, len(tile.outputs)), x.dtype, x.device)
     parts, pieces, strides = 0 if moments is None else moments.shape[1], _pieces(tile, x.device), strides_of(x, residual)

@@ -33,10 +33,18 @@ def output_order(count: int, run: int, span: int) -> np.ndarray:  # shape: (coun
     return n - within + (held // span * 4 + lane) * span + held % span
 
 
-def places_of(factor: Pattern, i: int | np.ndarray, p: np.ndarray, q: np.ndarray, j: int | np.ndarray) -> np.ndarray:
+def places_of(factor: Pattern, i: int, p: np.ndarray, q: np.ndarray, j: int) -> np.ndarray:
     """Places of factor[i, p, q, j] in the flattened factor, -1 where p or q is."""
     flat = ((i * factor.b + p) * factor.c + q) * factor.d + j
     return np.where((p >= 0) & (q >= 0), flat, -1)
+
+
+def entries_of(factor: Pattern, outputs: np.ndarray, inputs: np.ndarray) -> np.ndarray:
+    """Places of the matrix's entries at outputs and inputs, which are broadcast, in the flattened factor; -1 for zeros."""
+    _, b, c, d = factor.factor_shape
+    i, j = outputs // (b * d), outputs % d
+    inside = (inputs >= 0) & (inputs // (c * d) == i) & (inputs % d == j)
+    return np.where(inside, ((i * b + outputs // d % b) * c + inputs // d % c) * d + j, -1)
 
 
 def in_cores(panels: list[np.ndarray]) -> np.ndarray:

@@ -1,9 +1,10 @@
 """Fused operations with gradients: what stands between two attentions, forward and backward, in few launches.
 
-The forward pass multiplies by the kernels of inference where they take an operation, and keeps its input, and the norm before q, k and v.
+The forward pass multiplies by the kernels of inference where they take an operation, and keeps its input, the norm before q, k and v, and
+of wide feed-forward blocks what lies before the last factor.
 The backward pass computes hidden units again: that costs less than to store them and to load them. It multiplies factors out: the gradient
-of a weight is a dense product in any case, and the gradients of both factors are computed from it. Wide feed-forward blocks are multiplied
-factor by factor in both directions.
+of a weight is a dense product in any case, and the gradients of both factors are computed from it. Wide feed-forward blocks whose hidden
+units read whole blocks of both factors are multiplied factor by factor in both directions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from flysurgery.gpu.product import run_product
 from flysurgery.gpu.row_sums import activation_gradient, keep_sums, known_sums, sum_of_rows
 from flysurgery.gpu.uncounted_writes import doubt_trained
 from flysurgery.gpu.weight_cache import training
-from flysurgery.gpu.wide_gradient import WideGradient, takes_wide_gradient, wide_gradient
+from flysurgery.gpu.wide_gradient import WideGradient, by_output, takes_wide_gradient, wide_gradient
 from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
 from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward, takes_each_factor
 from flysurgery.ops.linears import LayerNorm, LinearResidual, NormLinears
@@ -193,7 +194,7 @@ def _feed_forward(x: Tensor, given: FeedForward) -> tuple[Tensor, Kept]:
             return run(x, given), ()
         if takes_each_factor(x, up, down):  # with the norm in their weights, packing would take more launches
             y, between = run_wide_ffn(_normed(x, norm), None, up, down, activation, scale, x if residual else None)
-            return y, (between,) if takes_wide_gradient(up, down, x.dtype, x.device.index) else ()
+            return y, (between,) if takes_wide_gradient(x, up, down) else ()
         if epilogue_reason(x, up) is None and epilogue_reason(x, down) is None:
             hidden = linear_epilogue(_normed(x, norm), up, activation)
             return linear_epilogue(hidden, down, "none", x if residual else None, scale), ()
@@ -228,33 +229,37 @@ def _back_wide(dy: Tensor, x: Tensor, given: FeedForward, kept: Kept, learning: 
     way = wide_gradient(up.architecture, down.architecture, shared_limit_of(x.device.index))
     assert isinstance(way, WideGradient), "takes_wide_gradient says so"
     images = ahead(present(*up.tensors, *down.tensors, scale), partial(way.weights, up, down, scale, x.dtype))
-    parts = known_sums(dy)
-    of_bias = branch.run(sum_of_rows, dy if parts is None else parts, torch.float32)
-    found = way.run(_normed(x, given.norm), dy, kept[0], images, given.activation, branch)
-    of_down, of_scale = found.down, None
-    if scale is not None:
-        of_down, of_bias, of_scale = branch.run(_scaled, found.down, of_bias, down, scale)
-    up, down = _as_given(found.up, found.bias, up), _as_given(of_down, of_bias, down)
+    learns = not learning.isdisjoint(map(id, up.tensors)), not learning.isdisjoint(map(id, present(*down.tensors, scale)))
+    parts, of_bias = known_sums(dy), None
+    if learns[1]:
+        of_bias = branch.run(sum_of_rows, dy if parts is None else parts, torch.float32)
+    found = way.run(_normed(x, given.norm), dy, kept[0], images, given.activation, learns, branch)
+    if found.up is not None:
+        up = branch.run(_as_given, found.up, found.bias, up)
+    if found.down is not None:
+        down, scale = branch.run(_unscaled, found.down, of_bias, down, scale)
     dx, norm = _back_block(dy, x, given, found.x)
-    return dx, given._replace(norm=norm, up=up, down=down, scale=of_scale)
+    return dx, given._replace(norm=norm, up=up, down=down, scale=scale)
 
 
-def _scaled(
-    of_factors: tuple[Tensor, ...], of_bias: Tensor, linear: FusedFactors, scale: Tensor
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """The gradients of factors, bias and scale, from those of the scaled weights: ``scale`` times the left factor and the bias."""
+def _unscaled(
+    of_factors: tuple[Tensor, ...], of_bias: Tensor | None, linear: FusedFactors, scale: Tensor | None
+) -> tuple[FusedFactors, Tensor | None]:
+    """The gradients of a linear and of the scale behind it, from those of the scaled weights, which has the left factor, and bias."""
+    assert of_bias is not None, "the sums of dy"
+    if scale is None:
+        return _as_given(of_factors, of_bias, linear), None
     left, (of_left, *others) = linear.factors[0], of_factors
-    a, b, _, d = left.shape
     of_scale = (of_left * left).sum(2).flatten()
     if linear.bias is not None:
         of_scale = of_scale + linear.bias * of_bias
-    return (of_left * scale.view(a, b, 1, d), *others), of_bias * scale, of_scale.to(scale.dtype)
+    return _as_given((of_left * by_output(scale, left), *others), of_bias * scale, linear), of_scale.to(scale.dtype)
 
 
-def _as_given(of_factors: tuple[Tensor, ...], of_bias: Tensor, linear: FusedFactors) -> FusedFactors:
+def _as_given(of_factors: tuple[Tensor, ...], of_bias: Tensor | None, linear: FusedFactors) -> FusedFactors:
     """The gradients of a linear in the dtypes of its tensors."""
     factors = tuple([gradient.to(factor.dtype) for gradient, factor in zip(of_factors, linear.factors, strict=True)])
-    return FusedFactors(factors, None if linear.bias is None else of_bias.to(linear.bias.dtype))
+    return FusedFactors(factors, None if linear.bias is None or of_bias is None else of_bias.to(linear.bias.dtype))
 
 
 def _back_block(dy: Tensor, x: Tensor, given: FeedForward, dx: Tensor) -> tuple[Tensor, Norm | None]:

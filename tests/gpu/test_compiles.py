@@ -195,7 +195,7 @@ def of_wide_block(make: Callable[[int, int], Architecture], dtype: torch.dtype) 
 
     def call() -> None:
         images = gradient.weights(up, down, None, dtype)
-        for tile, image in zip(gradient.blocks or (), images.first, strict=False):
+        for tile, image in zip(gradient.blocks or (), (images.into, images.back), strict=False):
             launch_blocks(tile, x, image, no_summands(tile, x.device))
         hidden_gradient.run_hidden_gradient(x, x, images.panels, images.bias, "gelu", gradient.tiles)
 
