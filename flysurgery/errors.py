@@ -70,9 +70,15 @@ class TrainingError(FlysurgeryError, RuntimeError):
     """Training that cannot begin or go on. What was saved before is left as it is."""
 
 
+def check_seed(seed: object) -> None:
+    """Raise ``OptionError`` unless the seed is one that torch and numpy both take."""
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 32:
+        raise OptionError(f"seed must be a whole number from 0 to {(1 << 32) - 1}, got {shown(seed)}")
+
+
 def shortened(text: str, most: int = 400) -> str:
-    """The text, which may come from a file, on one line of at most ``most`` characters. Its middle is lost: the end says what to do."""
-    line = " ".join(text.split())
+    """The printable characters of a text, which may come from a file, on one line of at most ``most``; its end stays."""
+    line = "".join(each for each in " ".join(text.split()) if each.isprintable())
     end = most // 4
     return line if len(line) <= most else f"{line[: most - end - 5]} ... {line[-end:]}"
 

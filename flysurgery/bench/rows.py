@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import flysurgery
-from flysurgery.errors import OptionError
+from flysurgery.errors import OptionError, first_line
 
 Record = dict[str, Any]
 Job = tuple[Record, Callable[[], Iterable[Record]]]  # the columns that tell one group of rows from the others, and what measures them
@@ -140,14 +140,16 @@ def check_file(path: Path, option: str) -> None:
     """Check that the file that ``option`` names can be written, by making and removing a folder beside it."""
     if path.exists() and not path.is_file():
         raise OptionError(f"{option} takes a file, and {path} is none; choose another name")
-    folder = next(parent for parent in path.expanduser().absolute().parents if parent.exists())
     try:
+        folder = next(parent for parent in path.expanduser().absolute().parents if parent.exists())
         if path.exists():
             path.open("ab").close()
         with tempfile.TemporaryDirectory(dir=folder, prefix=".flysurgery."):
             pass
-    except OSError as error:
-        raise OptionError(f"{option} cannot write {path}: {error.strerror or error}; choose another file") from error
+    except (OSError, RuntimeError) as error:  # the latter for the home of nobody
+        raise OptionError(
+            f"{option} cannot write {path}: {getattr(error, 'strerror', None) or first_line(error)}; choose another file"
+        ) from error
 
 
 class Sheet:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES
-from flysurgery.errors import CheckpointError, first_line
+from flysurgery.errors import CheckpointError, first_line, shown
 
 FILES = ("model.safetensors", "config.json", "report.json", "README.md", "preprocessor_config.json")
 """What a checkpoint's folder consists of; the last only for models of transformers."""
@@ -47,7 +47,7 @@ def open_regular(file: Path) -> Iterator[BinaryIO]:
     try:
         _check_regular(file, file.stat().st_mode)
         descriptor = os.open(file, FLAGS)
-    except FileNotFoundError:
+    except (FileNotFoundError, CheckpointError):
         raise
     except (OSError, ValueError) as error:  # ValueError for a name that no file can have
         raise CheckpointError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
@@ -76,7 +76,7 @@ def read_json(file: Path) -> Any:
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
         except ValueError as error:
-            raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+            raise CheckpointError(f"{file} cannot be read as JSON: {error}; copy it again") from error
 
 
 def parse_json(text: str) -> Any:
@@ -141,7 +141,7 @@ def open_tensors(file: Path) -> Iterator[TensorFile]:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
-        reason = f"{first_line(error)} ({size} bytes; a file that was cut short or is none of that format looks like this)"
+        reason = f"{first_line(error)} ({size} bytes; a file that was cut short or is none of that format looks like this); copy it again"
         if start.startswith(PICKLE_STARTS):
             reason = "it holds a pickle, as torch.save writes it, and pickles can run code; they are never opened"
         raise CheckpointError(f"{file} is no safetensors file: {reason}") from error
@@ -157,9 +157,13 @@ def check_target(folder: str | Path, is_replaceable: Callable[[Path], bool], *, 
     """
     try:
         target = Path(folder).expanduser().resolve()
+        str(target).encode("utf-8")  # as the card of the model has its name
         _check_replaced(target, is_replaceable, force=force)
-    except OSError as error:
-        raise CheckpointError(f"{folder} could not be written: {error.strerror or error}") from error
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:  # the latter two for names that no file can have, and homes of nobody
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise CheckpointError(f"{shown(str(folder))} could not be written: {reason}; choose another folder (--out)") from error
     parent = _existing_parent(target)
     try:
         tempfile.TemporaryFile(dir=parent).close()  # nameless, so that a killed process leaves nothing
@@ -252,10 +256,11 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
     # what killed processes have left; a living one that writes the same folder fails by it, and says so
     left = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(new|old)")
-    for path in target.parent.iterdir():
-        if left.fullmatch(path.name) and path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-    _flush_entries(target.parent)
+    with suppress(OSError):  # the new folder stands, also where its parent may not be listed
+        for path in target.parent.iterdir():
+            if left.fullmatch(path.name) and path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+        _flush_entries(target.parent)
 
 
 def _flush_entries(folder: Path) -> None:

@@ -196,6 +196,9 @@ def _rebuilt(model: nn.Module) -> tuple[Plan, nn.Module]:
     base's arguments follow it.
     """
     plan = plan_of(model)
+    inside = next((name for name in ("_orig_mod", "module") if [*model._modules] == [name]), None)
+    if inside is not None and (plan is None or inside == "_orig_mod"):
+        raise CheckpointError(f"the model is wrapped in a {type(model).__name__}; save the model in it, model.{inside}")
     if plan is None:
         raise CheckpointError("the model is not converted, so there is no plan to save; convert it first, or save it with timm")
     try:

@@ -30,9 +30,11 @@ MODEL, LAYERS, ARCHITECTURES, CHOICE, FIT, MEASUREMENT, TRAINING, OUTPUT, MACHIN
 """The groups in which help lists the options."""
 
 
-def option(panel: str, name: str, text: str, metavar: str | None = None, minimum: float | None = None) -> Any:
+def option(panel: str, name: str, text: str, metavar: str | None = None, minimum: float | None = None, maximum: float | None = None) -> Any:
     """An option in a group of the help. ``metavar`` stands for its value; a switch has none."""
-    return typer.Option(name, help=text, metavar=metavar or "", min=minimum, rich_help_panel=panel, show_default=metavar is not None)
+    return typer.Option(
+        name, help=text, metavar=metavar or "", min=minimum, max=maximum, rich_help_panel=panel, show_default=metavar is not None
+    )
 
 
 class _WithoutType:
@@ -62,7 +64,7 @@ ModelArgs = Annotated[
 Base = Annotated[str | None, option(MODEL, "--base", "The model that a checkpoint file given as MODEL belongs to.", "NAME")]
 Checkpoint = Annotated[Path | None, option(MODEL, "--checkpoint", "Take the weights from this safetensors or torch file.", "FILE")]
 Pretrained = Annotated[bool, option(MODEL, "--pretrained/--no-pretrained", "Published weights, the default, or random ones.")]
-Seed = Annotated[int, option(MODEL, "--seed", "Seed of random weights and factors.", "N")]
+Seed = Annotated[int, option(MODEL, "--seed", "Seed of random weights and factors.", "N", 0, (1 << 32) - 1)]
 
 # Which layers are replaced.
 ROLES_HELP = "Roles to replace, out of qkv, attn_out, ffn, ffn_in, ffn_out; by default ffn and qkv, as far as the model has them."

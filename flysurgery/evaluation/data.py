@@ -272,6 +272,8 @@ def image_files(folder: Path) -> list[Path]:
     """List all image files of a folder, at any depth, by their names."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise DataError(f"{folder} may not be read; allow it, or give another folder of images")
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
     if not paths:
         raise DataError(f"there are no images in {folder}; expected files ending in {', '.join(IMG_EXTENSIONS)}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from flysurgery.errors import OptionError, TrainingError
+from flysurgery.errors import OptionError, TrainingError, check_seed
 
 MUON = "muon"
 BATCH, EPOCHS, MINUTES = 64, 10, 10.0  # the defaults; minutes where there are no labels
@@ -19,7 +19,11 @@ OF_MUON: dict[str, Any] = {"warm_up": 0.05, "clip": 0.0}
 """The defaults for an optimizer; the rate of Muon follows from the error at the start of the run."""
 
 RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
-    ("epochs batch_size accumulation log_every save_every images_per_epoch", "at least 1", lambda value: value >= 1),
+    (
+        "epochs batch_size accumulation log_every save_every images_per_epoch",
+        "a whole number of at least 1",
+        lambda value: isinstance(value, int) and value >= 1,
+    ),
     ("minutes learning_rate temperature", "a positive number", lambda value: 0 < value < math.inf),
     ("weight_decay mixup cutmix clip output_weight blocks_weight", "zero or a positive number", lambda value: 0 <= value < math.inf),
     ("warm_up smoothing flip erase", "between 0 and 1", lambda value: 0 <= value <= 1),
@@ -79,7 +83,8 @@ class Settings:
         for names, expected, fits in RANGES:
             for name in names.split():
                 value = getattr(self, name)
-                _check(value is None or fits(value), name, expected, value)
+                _check(value is None or (isinstance(value, int | float) and fits(value)), name, expected, value)
+        check_seed(self.seed)
         if self.epochs is not None and self.minutes is not None:
             raise OptionError("epochs and minutes are two measures of the same run; give one of them")
         after, epochs = self.densify_after, self.epochs or EPOCHS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.calibration import Data, samples_of, unchanged_state
-from flysurgery.errors import OptionError, PlanError, ProjectionError, SurgeryError, raised_as
+from flysurgery.errors import OptionError, PlanError, ProjectionError, SurgeryError, check_seed, raised_as
 from flysurgery.fidelity import Progress, Settings, measure_fidelity
 from flysurgery.fidelity import reconstruct as reconstruct_blocks
 from flysurgery.surgery.change import (
@@ -34,6 +34,7 @@ from flysurgery.walker import (
     Cut,
     Switch,
     find_cuts,
+    is_hooked,
     module_obstacles,
     modules_with_separated,
     shadow,
@@ -92,6 +93,7 @@ def apply(
         raise OptionError(f"init must be projection or random, got {init!r}")
     if init == "random" and (sequential or permute):
         raise OptionError("sequential and permute are options of the projection, and init 'random' takes none; leave them out")
+    check_seed(seed)
     started = perf_counter()
     dense = check_plan(plan, model)
     check_weights(dense)
@@ -145,7 +147,8 @@ def densify(model: nn.Module) -> int:
     number of layers; a shared one counts once.
 
     Raises:
-        SurgeryError: the model has no converted layer, is itself one, which cannot be replaced in place, or is optimized.
+        SurgeryError: the model has no converted layer, is itself one, which cannot be replaced in place, or is optimized; or a layer has
+            hooks, which a dense one in its place would lose.
     """
     refuse_optimized(model)
     layers = converted_layers(model)
@@ -153,6 +156,9 @@ def densify(model: nn.Module) -> int:
         raise SurgeryError("the model has no converted layer, so there is nothing to densify")
     if "" in layers:
         raise SurgeryError(f"the model is itself a {type(model).__name__} and cannot be replaced in place; put it into a parent module")
+    hooked = [fqn for fqn, layer in layers.items() if any(map(is_hooked, layer.modules()))]
+    if hooked:
+        raise SurgeryError(f"{', '.join(hooked[:5])} has hooks, which a dense layer in its place would lose; remove them first")
     dense = {layer: dense_layer(layer) for layer in dict.fromkeys(layers.values())}
     with changing(model):
         for fqn, layer in layers.items():

@@ -64,6 +64,7 @@ NO_CHECKPOINT, EXISTS = "no flysurgery checkpoint", "exists; give force=True"
         *(("model", False, EXISTS), ("mine", True, r"also holds thesis\.tex")),
         *((name, True, NO_CHECKPOINT) for name in ("notes", "only", "both")),
         *(("file", True, "is a file"), ("file/model", True, "could not be written"), ("/", True, "a name of its own")),
+        *((name, True, "could not be written: .*; choose another folder") for name in ("~nobody of that name/m", "a\0b", "a\udcffb")),
     ],
 )
 def test_what_is_no_checkpoint_stays_and_a_checkpoint_needs_force(

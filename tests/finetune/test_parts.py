@@ -117,7 +117,10 @@ def test_a_model_that_cannot_be_fused_trains_as_it_is(error: Exception, monkeypa
 @pytest.mark.parametrize(
     ("changes", "completion", "words"),
     [
-        ({"epochs": 0}, {}, "epochs must be at least 1"),
+        ({"epochs": 0}, {}, "epochs must be a whole number of at least 1"),
+        ({"batch_size": 1.5}, {}, "batch_size must be a whole number of at least 1, got 1.5"),
+        ({"learning_rate": "fast"}, {}, "learning_rate must be a positive number, got fast"),
+        ({"seed": -1}, {}, "seed must be a whole number from 0"),
         ({"learning_rate": float("nan")}, {}, "learning_rate must be a positive number"),
         ({"warm_up": 1.5}, {}, "warm_up must be between 0 and 1"),
         ({"mixup": 0.2, "batch_size": 7}, {}, "batch_size must be even"),

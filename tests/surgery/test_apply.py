@@ -164,6 +164,12 @@ def test_switches_are_set_back() -> None:
         assert [block.attn.qkv_bias_separate for block in model.blocks] == [False, True]
 
 
+def hooked() -> nn.Module:
+    model = nn.Sequential(ButterflyLinear(monarch(8, 8, 2)))
+    model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [  # each is what a type checker would find
@@ -172,6 +178,9 @@ def test_switches_are_set_back() -> None:
         (lambda made, model: flysurgery.apply(model, made), "expected a plan and then a model, got VisionTransformer and Plan"),
         (lambda _, __: flysurgery.densify("folder"), "expected a torch.nn.Module, got str"),
         (lambda _, model: flysurgery.densify(model), "no converted layer"),
+        (lambda _, __: flysurgery.densify(hooked()), "^0 has hooks, which a dense layer in its place would lose; remove them first"),
+        (lambda plan, model: apply(plan, model, seed=-1), "seed must be a whole number from 0 to 4294967295, got -1"),
+        (lambda _, model: flysurgery.plan(torch.compile(model)), r"give the model in it, model\._orig_mod"),
         (lambda _, __: flysurgery.densify(ButterflyLinear(monarch(8, 8, 2))), "itself a ButterflyLinear"),
         (lambda made, model: flysurgery.apply(made, model.to("meta")), "on the meta device"),
         (lambda _, model: flysurgery.save("folder", model), "expected a model and then a folder, got str and VisionTransformer"),
