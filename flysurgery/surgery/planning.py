@@ -89,6 +89,8 @@ class Rules:
     """
 
     def __init__(self, usual: Rule, per_layer: Mapping[str, str]) -> None:
+        if not isinstance(per_layer, Mapping) or not all(isinstance(choice, str) for choice in per_layer.values()):
+            raise OptionError(f"per_layer maps regular expressions to choices, such as {{'qkv.v$': 'dense'}}; got {per_layer!r}")
         self._usual, self.unmet = usual, list(per_layer)
         try:
             self._others = [(re.compile(expression), Rule.parse(choice)) for expression, choice in per_layer.items()]

@@ -29,7 +29,7 @@ def _in_blocks(targets: Sequence[Target], numbers: str) -> set[str]:
     """Names of the targets within the blocks that a text such as ``0-5,8`` lists (OptionError, SelectionError)."""
     names = block_names(targets)
     chosen: set[str] = set()
-    for part in numbers.split(","):
+    for part in str(numbers).split(","):
         first, dash, last = (piece.strip() for piece in part.partition("-"))
         if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
             raise OptionError(f"blocks are numbers and ranges separated by commas, such as 0-5,8; got {numbers!r}")
@@ -65,6 +65,8 @@ def select(
     """
     everything = tuple(targets)
     chosen = everything
+    if not isinstance(min_size, int | None):
+        raise OptionError(f"min_size is a whole number of features, got {min_size!r}")
     if roles is not None:
         wanted = {role for selector in _listed(roles) for role in _matching_roles(selector, everything)}
         chosen = tuple(target for target in chosen if target.role in wanted)
@@ -95,7 +97,10 @@ def _smaller_side(target: Target) -> int:
 
 
 def _listed(selectors: str | Sequence[str]) -> Sequence[str]:
-    return (selectors,) if isinstance(selectors, str) else selectors
+    listed = (selectors,) if isinstance(selectors, str) else selectors
+    if not isinstance(listed, Sequence) or not all(isinstance(each, str) for each in listed):
+        raise OptionError(f"roles, include and exclude are texts, or lists of texts; got {listed!r}")
+    return listed
 
 
 def _matching_roles(selector: str, targets: tuple[Target, ...]) -> tuple[str, ...]:
