@@ -127,8 +127,8 @@ class WideGradient:
         """The gradient of a factor; or of the bias, from parts of its sum."""
         order = _inverse(self, name, gradient.device)
         if name == "bias":
-            return sum_of_rows(gradient, torch.float32)[order]
-        return gradient.flatten()[order].view(self.factors[_NAMES.index(name)].factor_shape)
+            return sum_of_rows(gradient, torch.float32).index_select(0, order)
+        return gradient.flatten().index_select(0, order).view(self.factors[_NAMES.index(name)].factor_shape)
 
     def entries(self, name: str) -> np.ndarray:
         """Where the entries of a factor's matrix, or of its blocks, stand in the flattened factor; -1 for zeros."""
@@ -244,6 +244,8 @@ def _inverse(gradient: WideGradient, name: str, device: torch.device) -> Tensor:
 @cache
 def _packer(gradient: WideGradient, dtype: torch.dtype, device: torch.device, biases: int) -> Packer:
     """Gives the images of second, first, last and third factor and, if there is one, a bias."""
+    for name in (*_NAMES, "bias"):
+        _inverse(gradient, name, device)  # before a capture, which cannot make them
     orders: list[Tensor] = [*make_to_keep(lambda: tuple(torch.from_numpy(order).to(device) for order in gradient.orders()), device)]
 
     def plainly(sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
