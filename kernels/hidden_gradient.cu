@@ -1,6 +1,6 @@
 // What the backward pass of a feed-forward block needs of its hidden units, in one launch: h = act(u) for u = x W1ᵀ + b, and du = (dy W2) * act'(u).
-// A tile of hidden units reads all columns of x and of dy, or those that two factors connect with it: tiles are sorted by the block of the one that reads x,
-// its class, then by the block of the one that reads dy, its part, each of PIECES tiles. h is sorted by parts first.
+// A tile of hidden units reads all columns of x and of dy, or those that two factors connect with it. A class is a block of the factor that reads x, a part
+// a block of the factor that reads dy. Tiles go through the classes, in a class through the parts, PIECES tiles each; h goes through the parts first.
 //
 //     turns of two warpgroups:   x W1ᵀ of A │ x W1ᵀ of B │ dy W2 of A │ dy W2 of B │ x W1ᵀ of the next A │ …
 //     meanwhile the other:                  │ h of A     │ h of B     │ du of A    │ du of B

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.fused_linear import strides_of
-from flysurgery.gpu.gather import Packer
+from flysurgery.gpu.gather import Packer, by_places
 from flysurgery.gpu.image import entries_of, output_order
 from flysurgery.gpu.kernel import current_stream, float_bits, kernel_of
 from flysurgery.gpu.layer_norm import row_moments
-from flysurgery.gpu.modes import HALF_MODES, macros
+from flysurgery.gpu.modes import macros
 from flysurgery.gpu.parts import Norm, present, sent_through
 from flysurgery.gpu.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import boxes
@@ -209,13 +209,7 @@ def pack_blocks(
 @lru_cache(maxsize=1024)
 def _packer(tile: BlockTiling, dtype: torch.dtype, device: torch.device, halved: bool) -> Packer:
     """Gives the image of a factor that is only moved, halved and rounded."""
-    places = torch.from_numpy(tile.weight_indices.ravel()).to(device)
-
-    def image(factors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        (factor,) = factors
-        return (torch.cat([factor.reshape(-1), factor.new_zeros(1)])[places].to(dtype),)  # -1 takes the zero at the end
-
-    return Packer(image, HALF_MODES[dtype], halved=halved)
+    return by_places([torch.from_numpy(tile.weight_indices.ravel()).to(device)], dtype, halved=halved)
 
 
 @lru_cache(maxsize=1024)

@@ -189,8 +189,9 @@ def pack_dense(
     split = wide.reshape(tile.out_features // tile.columns, -1, 4, tile.run, 2, tile.in_features // tile.batch, *inputs)
     half, lane = (8, 7) if tile.element_bytes == 4 else (7, 8)
     panels = split.permute(0, 5, 6, half, 1, 3, 2, 4, lane, 9)  # tile, batch, step, k8, columns, 8 inputs
-    if tile.images == 1:  # moved and rounded in one launch
-        image = panels.to(dtype_of(tile.mode) if tile.element_bytes == 2 else torch.float16, memory_format=torch.contiguous_format)
+    half = torch.bfloat16 if tile.mode == "bf16" else torch.float16
+    if tile.images == 1:
+        image = panels.to(half, memory_format=torch.contiguous_format)  # moves and rounds in one launch
     else:
         image = torch.stack(in_halves(panels, tile.images), dim=2)
     return image.reshape(-1).view(torch.uint8), torch.stack((factor, shift))

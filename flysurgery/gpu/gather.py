@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.kernel import current_stream, sized_kernel
-from flysurgery.gpu.modes import DTYPE_NUMBERS, HALVES, dtype_of
+from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES, HALVES, dtype_of
 
 _THREADS = 256
 _PER_THREAD = 8
@@ -74,3 +74,18 @@ class Packer:
                 table += digits * scale
             scale *= _BASE
         return tables
+
+
+def by_places(
+    places: Sequence[Tensor],  # shapes: (elements,), one for each image
+    dtype: torch.dtype,
+    *,
+    halved: bool = False,
+) -> Packer:
+    """A packer whose images consist of these elements of all sources, counted through one after the other; -1 stands for zero."""
+
+    def plainly(sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        together = torch.cat([*[source.reshape(-1) for source in sources], sources[0].new_zeros(1)])  # -1 takes the zero at the end
+        return tuple(together[each].to(dtype) for each in places)
+
+    return Packer(plainly, HALF_MODES[dtype], halved=halved)

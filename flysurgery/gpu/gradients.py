@@ -72,14 +72,14 @@ def all_gradients(
 
 
 def summed(
-    dy: Tensor,  # shape: (rows, outputs)
-    x: Tensor,  # shape: (rows, inputs)
-) -> Tensor:  # shape: (outputs, inputs)
-    """``dy.T @ x``, summed in float32 or wider."""
+    dy: Tensor,  # shape: (rows, outputs), or (batch, rows, outputs)
+    x: Tensor,  # shape: (rows, inputs), or (batch, rows, inputs)
+) -> Tensor:  # shape: (outputs, inputs), or (batch, outputs, inputs)
+    """``dy.mT @ x``, summed in float32 or wider."""
     if x.dtype.itemsize > 2 or not x.is_cuda:
         wide = torch.promote_types(x.dtype, torch.float32)
-        return dy.to(wide).t() @ x.to(wide)
-    return torch.mm(dy.t(), x, out_dtype=torch.float32)
+        return dy.to(wide).mT @ x.to(wide)
+    return (torch.mm if x.dim() == 2 else torch.bmm)(dy.mT, x, out_dtype=torch.float32)
 
 
 def _needed_gradients(

@@ -2,9 +2,9 @@
 
     x ─first─> u ─second─> hidden units, activation ─third─> v ─last─> y
 
-The blocks of the second and third factor are batches of dense products, for which u and the hidden units are sorted by blocks. They are
-computed again. The first and last factor are narrow, and their gradients are those of dense matrices: the zeros in these cost less than
-copies of x and dy. So are the products with them, except those with a first factor whose blocks a kernel takes in this order.
+The backward pass computes u and the hidden units again, sorted by blocks, so that the blocks of the second and third factor are batches of
+dense products. The first and last factor are narrow. They are multiplied as dense matrices, whose zeros cost less than copies of x and dy.
+``block_linear.cu`` multiplies by the blocks of a first factor where it takes them in this order.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from flysurgery.gpu.branch import Branch
 from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.factor_by_factor import wide_tilings
 from flysurgery.gpu.fused_linear import packed
-from flysurgery.gpu.gather import Packer
+from flysurgery.gpu.gather import Packer, by_places
 from flysurgery.gpu.gradients import summed
 from flysurgery.gpu.hidden_gradient import HiddenTiles, panels, run_hidden_gradient
 from flysurgery.gpu.image import entries_of
@@ -32,7 +32,7 @@ from flysurgery.patterns import Architecture, Pattern
 
 _COLUMNS, _STAGE = (128, 96, 64), 64
 _MOST = 0.75
-"""The share of a dense block's products up to which fewer are faster: 0.62 took 0.80 of its time, 0.50 took 0.78 (ViT-B, both ways)."""
+"""The share of a dense block's products up to which fewer are faster: 0.62 took 0.80 of its time, 0.50 took 0.77 (ViT-B, both ways)."""
 
 _NAMES = "first", "second", "third", "last"
 
@@ -109,17 +109,18 @@ class WideGradient:
         """
         classes, parts = self.tiles.classes, self.tiles.parts
         into, back = self.blocks or (None, None)
-        u, of_last = _times(x, images.into, into), branch.run(self._read, "last", summed(dy, v)) if learns[1] else None
+        u = _times(x, images.into, into)
+        of_last = branch.run(self._read, "last", summed(dy, v)) if learns[1] else None
         of_v = dy @ images.last
         hidden, of_hidden, sums = run_hidden_gradient(u, of_v, images.panels, images.bias, activation, self.tiles)
         up = bias = down = None
         if of_last is not None:
-            down = of_last, branch.run(self._read, "third", _summed(_batch(of_v, parts), _batch(hidden, parts)))
+            down = of_last, branch.run(self._read, "third", summed(_batch(of_v, parts), _batch(hidden, parts)))
         of_u = torch.empty_like(u)
         torch.bmm(_batch(of_hidden, classes), images.second, out=_batch(of_u, classes))
         if learns[0]:
             bias = branch.run(self._read, "bias", sums)
-            of_second = branch.run(self._read, "second", _summed(_batch(of_hidden, classes), _batch(u, classes)))
+            of_second = branch.run(self._read, "second", summed(_batch(of_hidden, classes), _batch(u, classes)))
             up = of_second, branch.run(self._read, "first", summed(of_u, x))
         return WideGradients(_times(of_u, images.back, back), up, bias, down)
 
@@ -192,11 +193,6 @@ def _batch(rows: Tensor, parts: int) -> Tensor:  # shapes: (rows, features), (pa
     return rows.view(len(rows), parts, -1).transpose(0, 1)
 
 
-def _summed(dy: Tensor, x: Tensor) -> Tensor:  # shapes: (batch, rows, outputs), (batch, rows, inputs), (batch, outputs, inputs)
-    """``summed`` of a batch."""
-    return torch.bmm(dy.transpose(1, 2), x, out_dtype=torch.float32)
-
-
 @lru_cache(maxsize=256)
 def wide_gradient(up: Architecture, down: Architecture, shared_limit: int) -> WideGradient | str:
     """How a block's gradients are computed factor by factor, or why they are not; in the orders of ``wide_tilings``."""
@@ -246,10 +242,5 @@ def _packer(gradient: WideGradient, dtype: torch.dtype, device: torch.device, bi
     """Gives the images of second, first, last and third factor and, if there is one, a bias."""
     for name in (*_NAMES, "bias"):
         _inverse(gradient, name, device)  # before a capture, which cannot make them
-    orders: list[Tensor] = [*make_to_keep(lambda: tuple(torch.from_numpy(order).to(device) for order in gradient.orders()), device)]
-
-    def plainly(sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        together = torch.cat([*[source.reshape(-1) for source in sources], sources[0].new_zeros(1)])  # -1 takes the zero at the end
-        return tuple(together[order].to(dtype) for order in orders[: len(orders) - 1 + biases])
-
-    return Packer(plainly, HALF_MODES[dtype])
+    orders = make_to_keep(lambda: tuple(torch.from_numpy(order).to(device) for order in gradient.orders()), device)
+    return by_places(orders[: len(orders) - 1 + biases], dtype)

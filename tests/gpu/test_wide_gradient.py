@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import factors_to_dense
-from flysurgery.gpu import hidden_gradient
+from flysurgery.gpu import gather, hidden_gradient
 from flysurgery.gpu import wide_gradient as wide
 from flysurgery.gpu.block_linear import BlockTiling
 from flysurgery.gpu.branch import begin_ahead
@@ -56,11 +56,6 @@ def hidden_units(x: Tensor, dy: Tensor, image: Tensor, bias: Tensor | None, acti
     return h.detach().transpose(1, 2).reshape(rows, -1), du, du.sum(0, keepdim=True)
 
 
-def summed(dy: Tensor, x: Tensor) -> Tensor:
-    kind = torch.promote_types(x.dtype, torch.float32)
-    return torch.bmm(dy.transpose(1, 2).to(kind), x.to(kind))
-
-
 def forward(x: Tensor, given: FeedForward) -> tuple[Tensor, tuple[Tensor]]:
     way: Any = wide.wide_gradient(given.up.architecture, given.down.architecture, LIMIT)  # pyright: ignore[reportAttributeAccessIssue]
     plain = given._replace(residual=False, scale=None, down=given.down._replace(bias=None))
@@ -72,8 +67,9 @@ def forward(x: Tensor, given: FeedForward) -> tuple[Tensor, tuple[Tensor]]:
 def _kernels_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "DEVICE", "cpu")
     monkeypatch.setattr(Packer, "__call__", Packer._by_pytorch)
-    monkeypatch.setattr(wide, "HALF_MODES", {torch.float64: "fp16", torch.float32: "fp16", torch.bfloat16: "bf16"})
-    for name, own in (("launch_blocks", product_of_blocks), ("run_hidden_gradient", hidden_units), ("_summed", summed)):
+    for module in (wide, gather):
+        monkeypatch.setattr(module, "HALF_MODES", {torch.float64: "fp16", torch.float32: "fp16", torch.bfloat16: "bf16"})
+    for name, own in (("launch_blocks", product_of_blocks), ("run_hidden_gradient", hidden_units)):
         monkeypatch.setattr(wide, name, own)
     for module in (wide, training, hidden_gradient):
         monkeypatch.setattr(module, "shared_limit_of", lambda index: LIMIT)
