@@ -23,6 +23,7 @@ from flysurgery.fidelity.settings import OUTPUT_WEIGHT, REACH, TAUGHT, Settings,
 from flysurgery.fidelity.stream import Pull, Stream, relative_error
 from flysurgery.fidelity.views import Source
 from flysurgery.inference import fuse
+from flysurgery.ops import compiling
 from flysurgery.walker import Cut
 
 Progress = Callable[[int, int, str], None]
@@ -132,7 +133,7 @@ def updating(
         (x,) = next(made)
         return x if half is None else x.bfloat16()
 
-    def once(x: Tensor) -> Tensor:  # shape: ()
+    def differentiate(x: Tensor) -> Tensor:  # shape: ()
         with chosen_precision:
             with torch.no_grad():
                 wanted = first_tensor(theirs(x))
@@ -140,6 +141,10 @@ def updating(
                 given = first_tensor(mine(x))
         error, difference, scale = relative_error(given.detach(), wanted)
         given.backward((difference * (OUTPUT_WEIGHT * scale)).to(given.dtype))
+        return error
+
+    def once(x: Tensor) -> Tensor:  # shape: ()
+        error = differentiate(x)
         if half is not None:
             half.give_gradients()
         processes.average([each.grad for each in parameters if each.grad is not None])
@@ -169,6 +174,10 @@ def updating(
                     fuse(model, x, training=training)
         opened.enter_context(wanted_stream)
         opened.enter_context(pull)
+        if half is not None:
+            with compiling():
+                differentiate(drawn())
+            mine.zero_grad()
         for _ in range(1 if half is None else WARM_UP + 1):  # until all is there that an update keeps, and on CUDA an update is a graph
             update()
         yield update
@@ -233,6 +242,9 @@ def reconstruct(
     ):
         held_out = list(samples.held_out())
         processes.share([parameter for parameter in student.parameters() if parameter.is_floating_point()])
+        if on_cuda:
+            with compiling():
+                measure_fidelity(student, teacher, held_out[:1], cuts)
 
         def judged() -> Fidelity:
             return processes.agreed(measure_fidelity(student, teacher, held_out, cuts))

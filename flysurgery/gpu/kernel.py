@@ -1,11 +1,14 @@
-"""A kernel on a device: loaded once a process, launched on the caller's stream."""
+"""A kernel on a device: loaded once a process, launched on the caller's stream; and kernels compiled side by side."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil
@@ -32,20 +35,30 @@ _FREE_SHARED_BYTES = 48 * 1024
 
 
 class Kernel:
-    """One ``__global__`` function on one device."""
+    """One ``__global__`` function on one device: that of this name in the file of this name, loaded at its first launch."""
 
-    def __init__(self, code: Any, name: str, device_index: int) -> None:
-        driver = cuda_module("bindings.driver")
-        kernel = code.get_kernel(name)
-        self.name = name
-        self.device_index = device_index
-        self._code = code
-        self._kernel = driver.CUkernel(int(kernel.handle))
-        self.function = driver.CUfunction(int(kernel.handle))
-        self._launch_as = driver.cuLaunchKernelEx
-        self.words = [ceil(size / 8) for _, size in kernel.arguments_info]  # of each parameter; a struct has whole ones
+    def __init__(self, name: str, defines: Mapping[str, int | str], device_index: int) -> None:
+        self.name, self.device_index = name, device_index
+        self.function: Any = None
+        self.words = list[int]()  # of each parameter; a struct has whole ones
+        self.is_asked = False
+        self._defines, self._loading = defines, threading.Lock()
         self._shared_bytes = _FREE_SHARED_BYTES
         self._launches: dict[tuple[tuple[int, ...], bool], Series] = {}
+
+    def load(self) -> None:
+        """Compile it, or find it compiled, and load it. Another thread may load other kernels meanwhile.
+
+        Raises:
+            BackendError: the kernel does not compile, or the driver rejects it.
+        """
+        with self._loading:
+            if self.function is None:
+                driver = cuda_module("bindings.driver")
+                self._launch_as = driver.cuLaunchKernelEx
+                self._code, kernel = _load(self.name, self._defines, self.device_index)
+                self.words = [ceil(size / 8) for _, size in kernel.arguments_info]
+                self._kernel, self.function = driver.CUkernel(int(kernel.handle)), driver.CUfunction(int(kernel.handle))
 
     def launch(self, grid: Grid, block: Grid, shared_bytes: int, stream: int, *arguments: Argument, early: bool = False) -> None:
         """Queue the kernel on a stream. The device must be the current one.
@@ -58,10 +71,8 @@ class Kernel:
                 pointers and 64-bit integers takes one argument a member.
 
         Raises:
-            BackendError: the arguments are not as many as the kernel's parameters, or the driver refuses the launch.
+            BackendError: the arguments are not as many as the kernel's parameters, the driver refuses the launch, or what ``load`` raises.
         """
-        if shared_bytes > self._shared_bytes:
-            self._allow_shared(shared_bytes)
         sizes = (*grid, *block, shared_bytes)
         recording = current_recording()
         if recording is not None:
@@ -76,6 +87,9 @@ class Kernel:
                 words += argument.words(argument.at.data_ptr())
         series = self._launches.get((sizes, early))
         if series is None:
+            if _thread.compilers is not None and self.function is None:
+                _ask(self, _thread.compilers)
+                return
             series = self._launches[sizes, early] = Series([(self, sizes, early)])
         if len(words) != series.count:
             raise BackendError(f"kernel {self.name} takes {series.count} arguments, got {len(words)}")
@@ -94,7 +108,10 @@ class Kernel:
                 f"{config.sharedMemBytes} bytes shared memory"
             )
 
-    def _allow_shared(self, shared_bytes: int) -> None:
+    def allow_shared(self, shared_bytes: int) -> None:
+        """Let the loaded kernel take so many bytes of shared memory a block. Raises BackendError where the device has less."""
+        if shared_bytes <= self._shared_bytes:
+            return
         driver = cuda_module("bindings.driver")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         result = driver.cuKernelSetAttribute(attribute, shared_bytes, self._kernel, driver.CUdevice(self.device_index))[0]
@@ -109,6 +126,9 @@ class Series:
     """Launches that follow each other, each a kernel, its sizes, and whether it begins early; their parameters are one table."""
 
     def __init__(self, launches: Sequence[tuple[Kernel, tuple[int, ...], bool]]) -> None:
+        for kernel, sizes, _ in launches:
+            kernel.load()
+            kernel.allow_shared(sizes[-1])
         self.count = sum(sum(kernel.words) for kernel, _, _ in launches)
         self._table, self._launches = (ctypes.c_int64 * self.count)(), list[tuple[Kernel, Any, int, Any]]()
         start = ctypes.addressof(self._table)
@@ -164,27 +184,20 @@ def rows_kernel(name: str, features: int, dtype: torch.dtype, device_index: int,
     return sized_kernel(name, device_index, columns=features, mode=dtype, activation=activation, **more)
 
 
-_loaded: dict[tuple[object, ...], Kernel] = {}
-_loading: dict[tuple[object, ...], threading.Lock] = {}
+_kernels: dict[tuple[object, ...], Kernel] = {}
 
 
 def load_kernel(name: str, defines: Mapping[str, int | str], device_index: int) -> Kernel:
-    """Compile, or find compiled, and load the function of this name in the file of this name; the same object for the same arguments.
+    """The kernel of this name with these macros, the same object for the same arguments; it is loaded at its first launch.
 
     Keep the result instead of calling this for every launch: hashing the arguments costs more than the lookup saves.
-
-    Raises:
-        BackendError: the kernel does not compile, or the driver rejects it.
     """
     key = (name, device_index, tuple(sorted(defines.items())))
-    with _loading.setdefault(key, threading.Lock()):  # one thread loads a kernel; others may load other kernels meanwhile
-        kernel = _loaded.get(key)
-        if kernel is None:
-            kernel = _loaded[key] = _load(name, defines, device_index)
-        return kernel
+    return _kernels.get(key) or _kernels.setdefault(key, Kernel(name, {**defines}, device_index))
 
 
-def _load(name: str, defines: Mapping[str, int | str], device_index: int) -> Kernel:
+def _load(name: str, defines: Mapping[str, int | str], device_index: int) -> tuple[Any, Any]:
+    """The code object, which must live, and the function in it."""
     source, driver, rejected = f"{name}.cu", cuda_module("bindings.driver"), None
     with torch.cuda.device(device_index):
         # The driver refuses by default to load code during a capture, although it is safe.
@@ -194,12 +207,48 @@ def _load(name: str, defines: Mapping[str, int | str], device_index: int) -> Ker
             for refresh in (False, True):  # a file damaged in the cache folder is replaced
                 cubin = find_cubin(source, defines, arch=ARCH, name=name, refresh=refresh)
                 try:
-                    return Kernel(cuda_module("core").ObjectCode.from_cubin(cubin, name=source), name, device_index)
+                    code = cuda_module("core").ObjectCode.from_cubin(cubin, name=source)
+                    return code, code.get_kernel(name)
                 except Exception as error:  # cuda-core's own error type is private
                     rejected = error
         finally:
             driver.cuThreadExchangeStreamCaptureMode(before)
     raise BackendError(f"the CUDA driver rejects kernel {source} for {ARCH}: {rejected}; update the driver") from rejected
+
+
+class _OfThread(threading.local):
+    compilers: ThreadPoolExecutor | None = None
+
+
+_thread = _OfThread()
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Load the kernels that this thread launches in the block side by side, on all cores, before the block ends.
+
+    Run in it once what will be run or timed afterwards. A launch of a kernel that is not loaded yet does nothing, so results inside are
+    arbitrary, and nothing that is derived from parameters is remembered. Backward passes stay in this thread. A kernel that fails to
+    compile raises at its next launch.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as compilers, torch.autograd.set_multithreading_enabled(False):
+        _thread.compilers = compilers
+        try:
+            yield
+        finally:
+            _thread.compilers = None
+
+
+def is_compiling() -> bool:
+    """Whether this thread is in a block of ``compiling``."""
+    return _thread.compilers is not None
+
+
+def _ask(kernel: Kernel, compilers: ThreadPoolExecutor) -> None:
+    """Let a kernel be loaded, once: further requests would keep threads waiting."""
+    if not kernel.is_asked:
+        kernel.is_asked = True
+        compilers.submit(kernel.load)
 
 
 def _make_context_current(device_index: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from flysurgery.gpu.branch import ahead, know
+from flysurgery.gpu.kernel import is_compiling
 from flysurgery.gpu.recording import mark_changed, rely_on
 from flysurgery.gpu.uncounted_writes import Trust, doubt
 from flysurgery.torch_state import without_autocast
@@ -43,8 +44,8 @@ def derived(
     not to the tensors, so that ``torch.utils.swap_tensors`` takes them; it ends when the memory is freed. A stream waits for tensors that
     another stream made.
 
-    ``forget_derived`` lists the writes that are missed. Of inference tensors, which count no versions, and of views of a larger memory,
-    such as the flat buffers of FSDP1 and DeepSpeed, which are written to as a whole, nothing is remembered.
+    ``forget_derived`` lists the writes that are missed. Of inference tensors, which count no versions, in a block of ``compiling``, and of
+    views of a larger memory, such as the flat buffers of FSDP1 and DeepSpeed, which are written to as a whole, nothing is remembered.
 
     While a CUDA graph is captured, tensors derived from sources that require gradients are made inside the graph, because replays must
     follow their training. Tensors derived from frozen sources, and in a block of ``taking`` those from any
@@ -68,7 +69,7 @@ def derived_for_launch(
     follows = capturing and taken is None and (_thread.trains or not inference)
     if capturing and any(source.is_inference() or (follows and source.requires_grad) for source in sources):
         return _in_graph(sources, make), False
-    if any(map(Tensor.is_inference, sources)):
+    if is_compiling() or any(map(Tensor.is_inference, sources)):
         return make_to_keep(make, sources[0].device), False
     key = (sources[0].data_ptr(), len(sources), token)
     stamps: list[Stamp] = [(id(each), each.data_ptr(), each._version, each.dtype, each.shape, each.stride()) for each in sources]

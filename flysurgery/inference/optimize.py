@@ -1,20 +1,22 @@
 """Put fused modules into a model where they are proven right, have a kernel, and are faster; and say what was done."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from flysurgery import ops
 from flysurgery.errors import BackendError, InferenceError, Reason, WalkError
 from flysurgery.inference import clock
 from flysurgery.inference.find_groups import find_groups
 from flysurgery.inference.first_tokens import FirstTokensForward
 from flysurgery.inference.fused_modules import Step
-from flysurgery.inference.replacement import Replacement, Replacements, find_replacements
+from flysurgery.inference.replacement import Candidate, Replacement, Replacements, find_replacements
 from flysurgery.inference.standin import Fused, is_optimized, put, restore, view
 from flysurgery.ops import Attention, Way
 from flysurgery.tables import grouped, text_table
@@ -166,11 +168,9 @@ def optimize(
     found = find_groups(model, _example(model, device) if example is None else example)
     built = find_replacements(model, found, trains=bool(training))
     chosen = None if only is None else _chosen(only, built)
-    measured: dict[object, Times] = {}
     images = {each.shape for each in found.seen.example if isinstance(each, Tensor) and each.dim() == 4}
     with clock.rehearsed(model) if training else nullcontext():
-        for replacement in built.replacements:
-            _decide(replacement, measured_as, device, measured, images, chosen)
+        _decide(built, measured_as, device, images, chosen)
         if chosen is None:
             fused, whole = _not_slower(model, built, found.seen.example, training, images)
         else:
@@ -240,49 +240,69 @@ def _chosen(only: Iterable[Sequence[str]], built: Replacements) -> set[tuple[str
 
 
 def _decide(
-    replacement: Replacement,
-    dtype: torch.dtype,
-    device: torch.device,
-    measured: dict[object, Times],
-    images: set[torch.Size],
-    chosen: set[tuple[str, ...]] | None,
+    built: Replacements, dtype: torch.dtype, device: torch.device, images: set[torch.Size], chosen: set[tuple[str, ...]] | None
 ) -> None:
     """Leave each candidate that must not be fused, that no kernel takes, or that is not ``chosen`` or, where it is measured, faster.
 
-    ``measured`` keeps the milliseconds of equal groups.
+    Of equal groups one is measured. Kernels that they need are compiled before, side by side.
     """
+    equal: dict[object, list[Candidate]] = {}
+    cases: list[_Case] = []
+    with torch.no_grad(), ops.compiling() if device.type == "cuda" else nullcontext():
+        for replacement in built.replacements:
+            for candidate in _able(replacement, dtype, device):
+                if chosen is not None and (candidate.fqn, candidate.group) not in chosen:
+                    candidate.leave(Reason("not-chosen", "it is not among the groups that were asked for"))
+                equal.setdefault((candidate.group, candidate.step.likeness(), candidate.shapes), []).append(candidate)
+        if chosen is None and device.type != "meta":
+            cases += [_Case.of(first, dtype, device, images) for first, *_ in equal.values()]
+        for case in cases if device.type == "cuda" else ():
+            for way in case.ways:
+                way(*case.inputs())
+    for members, case in zip(equal.values(), cases, strict=False):
+        with torch.no_grad():
+            plain_ms, fused_ms = clock.medians_ms(case.ways, case.inputs(), most_copies=case.most_copies)
+        for each in members:
+            each.plain_ms, each.fused_ms = plain_ms, fused_ms
+            if fused_ms >= plain_ms:
+                each.leave(Reason("slower", f"fused it takes {fused_ms:.3g} ms here, by its own modules {plain_ms:.3g} ms"))
+
+
+def _able(replacement: Replacement, dtype: torch.dtype, device: torch.device) -> Iterator[Candidate]:
+    """The candidates that a kernel takes and that nothing hinders; leaves the others."""
     hindrance = replacement.condition.obstacle()
     for candidate in replacement.candidates:
         if hindrance is not None:
             code, module = hindrance
             candidate.leave(Reason(code, f"its {type(module).__name__} {_HINDRANCES[code]}"))
             continue
-        step, shapes = candidate.step, candidate.shapes
-        own, fused = step.plain, step.fused
-        if step.trains:
-            own, fused, shapes = _training_calls(step, shapes)
-        with torch.no_grad():
-            # No data is needed: the answer follows from shapes, dtypes and the device.
-            found = (fused if step.trains else step.way)(*[torch.empty(shape, dtype=dtype, device=device) for shape in shapes])
-            if isinstance(found, str):
-                candidate.leave(Reason("no-gradients" if step.trains else "no-kernel", found))
-                continue
-            if isinstance(found, Way):
-                candidate.launches = found.launches()
-            if chosen is not None and (candidate.fqn, candidate.group) not in chosen:
-                candidate.leave(Reason("not-chosen", "it is not among the groups that were asked for"))
-            if chosen is not None or device.type == "meta":
-                continue
-            key = (candidate.group, step.likeness(), candidate.shapes, dtype)
-            if key not in measured:
-                ways, most = [own, fused], clock.MOST_CALLS
-                if step.trains:
-                    ways, most = [clock.with_gradients(each, step, images) for each in ways], clock.MOST_COPIES
-                plain_ms, fused_ms = clock.medians_ms(ways, clock.random_inputs(shapes, dtype, device), most_copies=most)
-                measured[key] = plain_ms, fused_ms
-        candidate.plain_ms, candidate.fused_ms = plain_ms, fused_ms = measured[key]
-        if fused_ms >= plain_ms:
-            candidate.leave(Reason("slower", f"fused it takes {fused_ms:.3g} ms here, by its own modules {plain_ms:.3g} ms"))
+        step = candidate.step
+        _, ask, shapes = _training_calls(step, candidate.shapes) if step.trains else (None, step.way, candidate.shapes)
+        # No data is needed: the answer follows from shapes, dtypes and the device.
+        found = ask(*[torch.empty(shape, dtype=dtype, device=device) for shape in shapes])
+        if isinstance(found, str):
+            candidate.leave(Reason("no-gradients" if step.trains else "no-kernel", found))
+            continue
+        if isinstance(found, Way):
+            candidate.launches = found.launches()
+        yield candidate
+
+
+class _Case(NamedTuple):
+    """What is timed for equal groups: the ways, by their own modules and fused, and the inputs."""
+
+    ways: tuple[clock.Way, clock.Way]
+    inputs: Callable[[], list[Tensor]]
+    most_copies: int
+
+    @classmethod
+    def of(cls, candidate: Candidate, dtype: torch.dtype, device: torch.device, images: set[torch.Size]) -> "_Case":
+        step = candidate.step
+        if not step.trains:
+            return cls((step.plain, step.fused), partial(clock.random_inputs, candidate.shapes, dtype, device), clock.MOST_CALLS)
+        own, fused, shapes = _training_calls(step, candidate.shapes)
+        ways = clock.with_gradients(own, step, images), clock.with_gradients(fused, step, images)
+        return cls(ways, partial(clock.random_inputs, shapes, dtype, device), clock.MOST_COPIES)
 
 
 def _training_calls(step: Step, shapes: clock.Shapes) -> tuple[Callable[..., Any], Callable[..., Any], clock.Shapes]:

@@ -1,5 +1,6 @@
 """How a product of factors is multiplied, and what fused operations compute: problems, descriptions, backends, and the choice."""
 
+from flysurgery.gpu.kernel import compiling
 from flysurgery.gpu.parts import Dense, FusedFactors, Gated, Linear, Norm
 from flysurgery.gpu.remembered_calls import Repeating, forget_moved
 from flysurgery.gpu.weight_cache import forget_derived, taking

@@ -220,8 +220,8 @@ class Refused(Kernel):
     """Whose launches the driver refuses with these results, one after the other."""
 
     def __init__(self, *names: str) -> None:
-        self.name, self.device_index, self.function, self.words = "some", 3, 0, [1, 1]
-        self._shared_bytes, self._launches = 0, {}
+        super().__init__("some", {}, 3)
+        self.function, self.words = 0, [1, 1]
         self.results = [SimpleNamespace(name=name) if name else 0 for name in names]
         self._launch_as = lambda *arguments: (self.results.pop(0),)
 

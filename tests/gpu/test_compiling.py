@@ -1,0 +1,83 @@
+"""Kernels that are compiled side by side: launches wait for none of them, and nothing of what they leave is used."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from flysurgery.errors import BackendError
+from flysurgery.factors import ks_einsum
+from flysurgery.gpu.kernel import Kernel, compiling
+from flysurgery.gpu.weight_cache import derived
+from flysurgery.layers import ButterflyLinear
+from flysurgery.patterns import monarch
+from tests.support.problems import make_input
+from tests.support.tolerance import FP32
+
+GRID = (1, 1, 1)
+
+
+def test_kernels_are_loaded_beside_each_other_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, loaded = threading.Barrier(2, timeout=20), list[str]()
+
+    def load(kernel: Kernel) -> None:
+        together.wait()  # which a single thread would never pass
+        loaded.append(kernel.name)
+
+    monkeypatch.setattr(Kernel, "load", load)
+    kernels = [Kernel(name, {}, 0) for name in ("left", "right")]
+    with compiling():
+        for kernel in kernels * 3:
+            kernel.launch(GRID, GRID, 0, 0)
+    assert sorted(loaded) == ["left", "right"]
+
+
+def test_a_kernel_that_does_not_compile_raises_at_its_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(kernel: Kernel) -> None:
+        raise BackendError("a cause")
+
+    monkeypatch.setattr(Kernel, "load", load)
+    kernel = Kernel("wrong", {}, 0)
+    with compiling():
+        kernel.launch(GRID, GRID, 0, 0)
+    with pytest.raises(BackendError, match="a cause"):
+        kernel.launch(GRID, GRID, 0, 0)
+
+
+def test_nothing_is_remembered_of_what_is_packed_meanwhile() -> None:
+    source, made = torch.zeros(3), list[torch.Tensor]()
+
+    def make() -> tuple[torch.Tensor, ...]:
+        made.append(torch.empty(1))
+        return (made[-1],)
+
+    with compiling():
+        assert derived("test", (source,), make)[0] is made[0]
+    assert derived("test", (source,), make)[0] is made[1]
+    assert derived("test", (source,), make)[0] is made[1]
+
+
+def test_backward_passes_stay_in_the_thread() -> None:
+    threads = list[int]()
+    x = torch.zeros(1, requires_grad=True)
+    x.register_hook(lambda _: threads.append(threading.get_ident()))
+    with compiling():
+        x.sum().backward()
+    assert threads == [threading.get_ident()]
+
+
+@pytest.mark.gpu
+def test_all_is_right_after_a_first_pass_that_only_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYSURGERY_CACHE", str(tmp_path))
+    layer = ButterflyLinear(monarch(416, 224)).cuda()  # of sizes that no other test has, whose kernels may be loaded
+    x = make_input(70, layer.in_features, FP32, device="cuda").requires_grad_()
+    with compiling():
+        layer(x).sum().backward()
+    assert len([*tmp_path.rglob("*.*")]) > 1, "nothing was compiled"
+    wanted = ks_einsum(x.double(), [factor.double() for factor in layer.factors]) + layer.bias.double()
+    of_wanted = torch.autograd.grad(wanted.sum(), (x, *layer.parameters()))
+    given = layer(x)
+    torch.testing.assert_close(given, wanted.float())
+    for mine, theirs in zip(torch.autograd.grad(given.sum(), (x, *layer.parameters())), of_wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
