@@ -4,7 +4,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -133,7 +133,7 @@ def updating(
         (x,) = next(made)
         return x if half is None else x.bfloat16()
 
-    def differentiate(x: Tensor) -> Tensor:  # shape: ()
+    def once(x: Tensor) -> Tensor:  # shape: ()
         with chosen_precision:
             with torch.no_grad():
                 wanted = first_tensor(theirs(x))
@@ -141,10 +141,6 @@ def updating(
                 given = first_tensor(mine(x))
         error, difference, scale = relative_error(given.detach(), wanted)
         given.backward((difference * (OUTPUT_WEIGHT * scale)).to(given.dtype))
-        return error
-
-    def once(x: Tensor) -> Tensor:  # shape: ()
-        error = differentiate(x)
         if half is not None:
             half.give_gradients()
         processes.average([each.grad for each in parameters if each.grad is not None])
@@ -174,10 +170,6 @@ def updating(
                     fuse(model, x, training=training)
         opened.enter_context(wanted_stream)
         opened.enter_context(pull)
-        if half is not None:
-            with compiling():
-                differentiate(drawn())
-            mine.zero_grad()
         for _ in range(1 if half is None else WARM_UP + 1):  # until all is there that an update keeps, and on CUDA an update is a graph
             update()
         yield update
@@ -243,8 +235,7 @@ def reconstruct(
         held_out = list(samples.held_out())
         processes.share([parameter for parameter in student.parameters() if parameter.is_floating_point()])
         if on_cuda:
-            with compiling():
-                measure_fidelity(student, teacher, held_out[:1], cuts)
+            _compile(student, held_out[0].to(device), settings.batch)
 
         def judged() -> Fidelity:
             return processes.agreed(measure_fidelity(student, teacher, held_out, cuts))
@@ -285,6 +276,15 @@ def reconstruct(
             start.put_back()
             raise
     return Reconstruction(before, after, done, kept, settings.batch * processes.count, perf_counter() - started, tuple(history))
+
+
+def _compile(student: nn.Module, x: Tensor, batch: int) -> None:
+    """Compile the kernels of measurements and updates, as a run of few seconds has no time to compile them one after the other."""
+    half = HalfCopy(student).model
+    with compiling(), suppress(RuntimeError):  # of forwards that need autocast, which will compile its kernels later
+        with torch.no_grad():
+            student(x)
+        first_tensor(half(x[:1].bfloat16().expand(batch, *x.shape[1:]))).sum().backward()
 
 
 def _share(done: float) -> float:
