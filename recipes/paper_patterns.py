@@ -6,8 +6,8 @@ The patterns follow the rule of their Appendix B.1.
 import itertools
 import math
 import random
-import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from flysurgery.bench import TIMED_MODES, Case, Record, in_mode, modes_of
 from flysurgery.bench.ceilings import Work
-from flysurgery.bench.measuring import MOST_ERROR, NOISE, WORST_ERROR, checked_rows, relative_error
+from flysurgery.bench.measuring import NOISE, check, checked_rows
+from flysurgery.bench.timing import sampler_by_clock
 from flysurgery.errors import first_line
 from flysurgery.factors import factor_to_dense, ks_einsum, to_blocks
 from flysurgery.inference.clock import between_events
 from flysurgery.ops import BACKENDS, Problem
 from flysurgery.patterns import Architecture, Pattern
-from flysurgery.tables import text_table
 
 FIRST, LAST = "first", "last"
 """Batch-size-first: x of shape (rows, features), as models have it. Batch-size-last: (features, rows)."""
@@ -44,14 +44,23 @@ MOST_ENTRIES = {
 LONG_MS = 1000.0  # calls of ``large_rows`` that take longer are timed once
 
 
-def factor_case(place: Place, *, a: int, b: int, c: int, d: int, rows: int, mode: str, layout: str, candidates: tuple[str, ...]) -> Case:
-    """One factor in one layout, weights uniform with variance 1/(3c) and Gaussian x."""
+def factor_case(
+    place: Place, *, a: int, b: int, c: int, d: int, rows: int, mode: str, layout: str, candidates: tuple[str, ...], large: bool = False
+) -> Case:
+    """One factor in one layout, weights uniform with variance 1/(3c) and Gaussian x, the same in every call.
+
+    Unless ``large`` are asked for they are left out.
+    """
     pattern, checked = Pattern(a, b, c, d), checked_rows(rows, CHECKED_ROWS)
-    x, factor = x_and_factor(place, pattern, rows, mode)
+    generator = torch.Generator(device=place.device).manual_seed(place.protocol.seed)
+    x = torch.randn(rows, pattern.in_features, generator=generator, device=place.device, dtype=TIMED_MODES[mode])
+    factor = torch.empty(pattern.factor_shape, device=place.device).uniform_(-(c**-0.5), c**-0.5, generator=generator).to(x.dtype)
     truth = ks_einsum(x[checked].double(), factor.double())
     problem = Problem(Architecture((pattern,)), rows, x.dtype, place.device.type, allow_tf32=mode == "tf32")
     runs = {
-        name: "left out: the table large has it" if is_large(name, pattern, mode) else factor_run(name, factor, layout, problem)
+        name: "left out: the table large has it"
+        if is_large(name, pattern, mode) and not large
+        else factor_run(name, factor, layout, problem)
         for name in candidates
     }
     arranged = x if layout == FIRST else x.T.contiguous()
@@ -59,18 +68,10 @@ def factor_case(place: Place, *, a: int, b: int, c: int, d: int, rows: int, mode
     if PRODUCT_ONLY in runs:
         inputs[PRODUCT_ONLY] = blocks_of(arranged, pattern, layout).contiguous()
         truths[PRODUCT_ONLY] = truth.unflatten(1, (a, b, d))
-    has_dense = not isinstance(runs.get("dense", ""), str)
+    has_dense = not isinstance(runs.get("dense", ""), str) and not large
     entries = rows * (pattern.in_features + pattern.out_features) + pattern.nnz
     work = Work(x.element_size() * entries, rows * pattern.flops_per_row)
     return Case(runs, inputs, truths, checked, work, "dense" if has_dense else "bmm")
-
-
-def x_and_factor(place: Place, pattern: Pattern, rows: int, mode: str) -> tuple[Tensor, Tensor]:
-    """Gaussian x and uniform weights, the same in every call."""
-    generator = torch.Generator(device=place.device).manual_seed(place.protocol.seed)
-    x = torch.randn(rows, pattern.in_features, generator=generator, device=place.device, dtype=TIMED_MODES[mode])
-    largest = pattern.c**-0.5
-    return x, torch.empty(pattern.factor_shape, device=place.device).uniform_(-largest, largest, generator=generator).to(x.dtype)
 
 
 def is_large(name: str, pattern: Pattern, mode: str) -> bool:
@@ -180,54 +181,29 @@ def _taken_over(row: Record, whose: str) -> Record:
 
 
 def large_row(place: Place, pattern: Pattern, name: str, rows: int, mode: str, layout: str) -> Record:
-    """Check and time one rival: its error may be ``WORST_ERROR`` times that of bmm on the checked rows."""
-    problem = Problem(Architecture((pattern,)), rows, TIMED_MODES[mode], place.device.type, allow_tf32=mode == "tf32")
+    """Check and time one rival by two calls, of which the shorter counts, or by one of more than ``LONG_MS``; bmm is the baseline."""
+    a, b, c, d = pattern.factor_shape
     row: Record = {"launch": "eager", "error": None, "noise": None, "median_ms": None}
     with in_mode(mode), torch.no_grad():
-        x, factor = x_and_factor(place, pattern, rows, mode)
-        checked = checked_rows(rows, CHECKED_ROWS)
-        truth = ks_einsum(x[checked].double(), factor.double())
-        most = min(MOST_ERROR, WORST_ERROR * relative_error(BACKENDS["bmm"].bind((factor,), None)(x[checked]), truth))
-        few = x[checked]
-        if layout == LAST:
-            x, few = x.T.contiguous(), few.T.contiguous()
         try:
-            run = factor_run(name, factor, layout, problem)
-            if isinstance(run, str):
-                return row | {"status": run}
-            samples, product = time_few_calls(run, x, few)
-            error = relative_error(product[checked], truth)
+            how = {"rows": rows, "mode": mode, "layout": layout, "candidates": ("bmm", name), "large": True}
+            case = factor_case(place, a=a, b=b, c=c, d=d, **how)
+            errors, statuses = check(case)
+            row |= {"error": errors.get(name), "status": statuses[name]}
+            if row["status"] != "ok":
+                return row
+            run: Any = case.runs[name]
+            x = case.input(name)
+            sample = between_events(partial(run, x), 1) if x.is_cuda else sampler_by_clock(run, x)
+            samples = [sample()]
+            samples += [sample()] if samples[0] < LONG_MS else []
         except RuntimeError as failure:
             return row | {"status": f"failed: {first_line(failure)}"}
-    if not error <= most:
-        return row | {"status": f"wrong: relative error {error:.2g}", "error": error}
-    noise = max(samples) / min(samples) - 1 if len(samples) > 1 else None
-    noisy = noise is not None and noise > NOISE["cuda" if place.on_cuda else "cpu"]
-    status = f"noisy: two calls differ by {noise:.0%}" if noisy else "ok"
-    return row | {"status": status, "error": error, "noise": noise, "median_ms": min(samples)}
-
-
-def time_few_calls(run: Run, x: Tensor, few: Tensor) -> tuple[list[float], Tensor]:
-    """Milliseconds of two calls, of one where it takes more than ``LONG_MS``, and the last result.
-
-    An untimed call on ``few`` rows loads the kernel. The first call may wait for memory, so the shorter of both is what counts.
-    """
-    results, samples = list[Tensor](), list[float]()
-
-    def call() -> None:
-        results.clear()
-        results.append(run(x))
-
-    def by_clock() -> float:
-        start = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
-
-    run(few)
-    sample = between_events(call, 1) if x.is_cuda else by_clock
-    while len(samples) < 2 and sum(samples) < LONG_MS:
-        samples.append(sample())
-    return samples, results[0]
+    if len(samples) == 2:
+        row["noise"] = noise = max(samples) / min(samples) - 1
+        if noise > NOISE["cuda" if place.on_cuda else "cpu"]:
+            row["status"] = f"noisy: two calls differ by {noise:.0%}"
+    return row | {"median_ms": min(samples)}
 
 
 STRUCTURED, BMM = "best of cuda, bmm, einsum, bsr < best of dense, sparse", "bmm < best of einsum, bsr, dense, sparse"
@@ -241,6 +217,9 @@ CLAIMS = (
 """Tables 2 and 7, and 4 for the last: that the best of the first names is faster than the best of the second, in one layout or in the
 better of both, and what the paper says. Its kernel takes the better of both layouts where ours has one. Its batch-size-last row of
 Table 4 is 88.1 %, x1.39."""
+
+
+COUNTS, QUARTILES = ("holds", "median factor", "patterns", "paper (A100)"), ("lower quartile", "median", "upper quartile", "patterns")
 
 
 class Times:
@@ -276,7 +255,7 @@ def figures(times: Times) -> dict[str, Any]:
         **{f"12, 17: {name}, first / last": times.of(name, FIRST) / times.of(name, LAST) for name in (*GENERIC, *SPECIAL)},
         **{f"bound over time of {name}, batch-size-first": first["share_of_bound"][first["candidate"] == name] for name in ("cuda", "bmm")},
     }
-    return {name: values.dropna() for name, values in found.items()}
+    return {name: kept for name, values in found.items() if len(kept := values.dropna())}
 
 
 def print_claims(records: Sequence[Record]) -> None:
@@ -286,16 +265,16 @@ def print_claims(records: Sequence[Record]) -> None:
         times = Times(records, mode)
         for text, ours, theirs, layouts, paper in CLAIMS:
             factors = (times.best(theirs, layouts) / times.best(ours, layouts)).dropna()
+            if factors.empty:
+                continue
             won = factors[factors > 1]
-            share, factor = f"{len(won) / len(factors):.1%}" if len(factors) else "", f"x{won.median():.2f}" if len(won) else ""
-            wins.append((mode, text, share, factor, str(len(factors)), paper.get(mode, "")))
+            holds = f"{(factors > 1).mean():.1%}", f"x{won.median():.2f}", len(factors)
+            wins.append(dict(zip(("mode", "claim", *COUNTS), (mode, text, *holds, paper.get(mode, "")), strict=True)))
         for name, values in figures(times).items():
-            if len(values):
-                quartiles.append((mode, name, *(f"{each:.3g}" for each in values.quantile((0.25, 0.5, 0.75))), str(len(values))))
-    titles = ("mode", "claim", "holds", "median factor", "patterns", "paper (A100)")
-    print(text_table(titles, wins, right=titles[2:5]))
-    titles = ("mode", "figure", "lower quartile", "median", "upper quartile", "patterns")
-    print(text_table(titles, quartiles, right=titles[2:]))
+            shares = (f"{each:.3g}" for each in values.quantile((0.25, 0.5, 0.75)))
+            quartiles.append(dict(zip(("mode", "figure", *QUARTILES), (mode, name, *shares, len(values)), strict=True)))
+    for found in (wins, quartiles):
+        print(pd.DataFrame(found).to_string(index=False))
 
 
 def print_energy(records: Sequence[Record]) -> None:

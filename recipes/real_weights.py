@@ -31,7 +31,7 @@ Rows: recipes/results/real_weights_h200.csv, recipes/results/real_weights_cpu.cs
 import argparse
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -43,7 +43,7 @@ import torch
 from focus_model import FocusModel, check, compare, from_onnx, load_focus, read_wheel, save_focus, seen
 from photographs import Photographs, calibration_crops, judging_crops, photographs_in
 from torch import nn
-from weight_ways import COMPILED, DENSE, RIVALS, STEPS, Way, linears_of, prune_to_inputs, ways_of
+from weight_ways import DENSE, RIVALS, STEPS, Way, linears_of, prune_to_inputs, ways_of
 
 from flysurgery import surgery
 from flysurgery.bench import Case, Protocol, Record, check_plot, in_mode, measure
@@ -51,19 +51,17 @@ from flysurgery.bench.measuring import checked_rows
 from flysurgery.bench.plots import pyplot, save
 from flysurgery.bench.rows import read_table
 from flysurgery.bench.timing import synchronize
-from flysurgery.bench.variants import by_definition, fused_modules
+from flysurgery.bench.variants import definitions, fused_modules
 from flysurgery.cli.bench import prepare
 from flysurgery.errors import OptionError
 from flysurgery.fidelity import Reconstruction
-from flysurgery.tables import text_table
 
 BATCH, MODE = 128, "fp16"
 DENSE_OPTIMIZED = "dense optimized"
 USUAL = {"crops": 1024, "judging": 12, "minutes": 1.0, "most": None}  # the defaults of options
 USUAL_QUICK = {"crops": 20, "judging": 2, "minutes": 0.7, "most": 8}
 MEASURES = ("cls", "patch", "relative_error", "iou", "correlation", "nearest")
-MARKS = dict(zip(STEPS, "xos^v", strict=True))
-MARKS_OF_RIVALS = dict(zip(RIVALS, "xDPX", strict=True))
+MARKS = dict(zip(("", *STEPS), "Dxos^v", strict=True))
 NUMBERS = ("params", "seconds", "ms", "dense_optimized_ms", "dense_ms", *MEASURES)
 KEY = ("way", "family", "step", "minutes", "photographs", "crops", "judging", "device")
 """Rows that agree in these differ in their seeds alone."""
@@ -145,19 +143,16 @@ class Workshop:
             torch.manual_seed(0)
             dense = copy.deepcopy(self.focus.backbone).to(dtype)
             x = self.judging.repeat(-(-BATCH // len(self.judging)), 1, 1, 1)[:BATCH].to(self.device, dtype)
-            rival = RIVALS.get(way.family)
+            rival, rows = RIVALS.get(way.family), checked_rows(BATCH, 2)
             own = copy.deepcopy(model if rival is None else dense).to(dtype)
             if rival is None:
-                exact, runs = by_definition(own), {"optimized": fused_modules(own, x)}
+                exact, runs = own, {"optimized": fused_modules(own, x)}
             else:
                 rival.convert(own, self.linears)
-                exact, runs = copy.deepcopy(dense if rival.allowed else own), rival.runs(own, self.linears)
+                exact, runs = dense if rival.allowed else copy.deepcopy(own), rival.runs(own, self.linears)
             candidates = {DENSE: dense, DENSE_OPTIMIZED: fused_modules(dense, x), **runs}
-            rows = checked_rows(BATCH, 2)
             with torch.inference_mode():
-                wide = x[rows].double()
-                truth = copy.deepcopy(dense).double()(wide)
-                truths = {DENSE: truth, DENSE_OPTIMIZED: truth, **dict.fromkeys(runs, exact.double()(wide))}
+                truths, _ = definitions(dict.fromkeys(candidates, dense) | dict.fromkeys(runs, exact), x, rows)
                 allowed = dict.fromkeys(runs, rival.allowed if rival else 0.0)
                 found = measure(Case(candidates, x, truths, rows, allowed=allowed), self.protocol)
         best = min(runs, key=lambda name: found[name].median_ms or float("inf"))
@@ -176,63 +171,34 @@ def summary(records: Sequence[Record]) -> Any:
 
 
 def show(records: Sequence[Record]) -> None:
-    digits = {"seconds": 0, "ms": 2, "dense_optimized_ms": 2, "dense_ms": 2, "spread": 3, **dict.fromkeys(MEASURES, 3)}
-    lines = []
-    for each in summary(records).to_dict("records"):
-        each["spread"] = each["most"] - each["least"] if each["seeds"] > 1 else None
-        numbers = [f"{each[name]:.{places}f}" if pd.notna(each[name]) else "" for name, places in digits.items()]
-        lines.append([each["way"], each["minutes"], str(each["seeds"]), f"{each['params'] / 1e6:.2f}", *numbers])
-    titles = ["way", "min", "seeds", "params M", *(name.replace("_", " ") for name in digits)]
-    print(text_table(titles, lines, right=titles[1:]))
+    frame = summary(records)
+    frame["params"] /= 1e6
+    shown = frame[["way", "minutes", "seeds", "params", "seconds", *TIMES[:3], *MEASURES]]
+    print(shown.dropna(axis="columns", how="all").to_string(index=False, na_rep="", float_format="{:.3f}".format))
 
 
 def draw(records: Sequence[Record], plot: Path) -> None:
-    """Draw cosines of the class token over milliseconds, where there are any, and over parameters."""
+    """Draw cosines of the class token over milliseconds, where there are any, and over parameters: a colour a family, a mark a step."""
     frame = summary(records)
     frame["params"] /= 1e6
     labels = {"ms": "ms, 128 images, fp16", "params": "parameters of the backbone, millions"}
     columns = [column for column in labels if frame[column].notna().any()]
     figure, grid = pyplot().subplots(1, len(columns), figsize=(6.5 * len(columns), 5), layout="constrained", squeeze=False)
-    families = [family for family in dict.fromkeys(frame["family"]) if family not in (DENSE, *RIVALS)]
-    colours = {family: f"C{index}" for index, family in enumerate(families)}
     for axes, column in zip(grid[0], columns, strict=True):
-        bottom = _draw_panel(axes, frame[frame[column].notna()], column, colours)
-        axes.set(xlabel=labels[column], ylabel="cosine of the class token with the dense model's")
-        axes.set(xlim=(0, None), ylim=(bottom, 1 + 0.05 * (1 - bottom)))
+        for family, own in frame[frame[column].notna()].groupby("family", sort=False):
+            (line,) = axes.plot(column, "cls", data=own.sort_values("cls"), linewidth=0.8, label=family)
+            for step, each in own.groupby("step"):
+                spread = each["cls"] - each["least"], each["most"] - each["cls"]
+                axes.errorbar(each[column], each["cls"], spread, linestyle="none", marker=MARKS[step], color=line.get_color())
+        if column == "ms":  # the dense family's own are of the optimized model
+            axes.plot([frame["dense_ms"].median()], [1], "k+", markersize=9, linestyle="none", label="dense, not optimized")
+        for step, mark in MARKS.items():
+            axes.plot([], [], "k", linestyle="none", marker=mark, label=step or "no step")
+        axes.set(xlabel=labels[column], ylabel="cosine of the class token with the dense model's", xlim=(0, None))
         axes.grid(alpha=0.3)
-    for step, mark in MARKS.items():
-        grid[0][-1].plot([], [], "k", linestyle="none", marker=mark, label=step)
-    for axes in grid[0]:
         axes.legend(fontsize=7)
     figure.suptitle(", ".join(dict.fromkeys(frame["device"])), fontsize=9)
     save(figure, plot)
-
-
-def _draw_panel(axes: Any, frame: Any, column: str, colours: Mapping[str, str]) -> float:
-    """A line for each family, a mark for each step and each rival; the lower edge.
-
-    A rival below all families stands at the lower edge, beside its cosine.
-    """
-    for family, own in frame[frame["family"].isin([*colours])].groupby("family", sort=False):
-        style = {"color": colours[family]}
-        axes.plot(column, "cls", data=own.sort_values("cls"), linewidth=0.8, label=family, **style)
-        for step, each in own.groupby("step"):
-            spread = each["cls"] - each["least"], each["most"] - each["cls"]
-            axes.errorbar(each[column], each["cls"], spread, linestyle="none", marker=MARKS[step], markersize=5, **style)
-    bottom = axes.get_ylim()[0] if frame["family"].isin([*colours]).any() else 0.0
-    dense = {"dense, optimized": frame["dense_optimized_ms"], DENSE: frame["dense_ms"]}
-    if column == "params":
-        dense = {DENSE: frame["params"][frame["family"] == DENSE]}
-    for (name, places), mark in zip(dense.items(), ("k*", "k+"), strict=False):
-        if len(places):
-            axes.plot([places.median()], [1], mark, markersize=9, linestyle="none", label=name)
-    rivals = [family for family in RIVALS if (column, family) != ("params", COMPILED)]
-    for family, own in frame[frame["family"].isin(rivals)].groupby("family", sort=False):
-        style = {"color": "k", "markerfacecolor": "none", "markersize": 10, "linestyle": "none", "clip_on": False}
-        axes.plot(own[column], own["cls"].clip(lower=bottom), marker=MARKS_OF_RIVALS[family], label=family, **style)
-        for place, cosine in own.loc[own["cls"] < bottom, [column, "cls"]].to_numpy():
-            axes.annotate(f"{cosine:.2f}", (place, bottom), (7, 5), textcoords="offset points", fontsize=8)
-    return bottom
 
 
 def weights(options: argparse.Namespace, photographs: Photographs) -> FocusModel:

@@ -33,7 +33,7 @@ recipes/results/finetune_h200.csv
 import copy
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ import timm
 import torch
 from recipe import VIT_S, Place, Run, Table, run
 from torch import Tensor, nn
-from vit_units import PROTOCOLS, parts, vit_sizes
+from vit_units import PROTOCOLS, image_of, parts, skeleton
 
 import flysurgery
 from flysurgery import surgery
@@ -81,72 +81,64 @@ PAPER_SHARES = {
 """Shares in Table 5 of Gonon et al. 2024."""
 
 
-class BoundLinear(nn.Module):
-    """A ButterflyLinear whose weights a backend has brought into its own storage once."""
+class ByWay(nn.Module):
+    """A ButterflyLinear that multiplies rows by a function of its own."""
 
-    def __init__(self, layer: ButterflyLinear, backend: str) -> None:
+    def __init__(self, layer: ButterflyLinear, run: Run) -> None:
         super().__init__()
         self.architecture, self.factors, self.bias = layer.architecture, layer.factors, layer.bias  # as large as what is stored
-        self._run = BACKENDS[backend].bind(tuple(layer.factors), layer.bias)
+        self._run = run
 
     def forward(self, x: Tensor) -> Tensor:
         return self._run(x.reshape(-1, self.architecture.in_features)).reshape(*x.shape[:-1], self.architecture.out_features)
 
 
-class LaunchEachFactor(nn.Module):
-    """A ButterflyLinear on CUDA with one launch a factor. The intermediates go through device memory."""
+def bound(layer: ButterflyLinear, backend: str) -> nn.Module:
+    """Its weights are brought into the backend's own storage once."""
+    return ByWay(layer, BACKENDS[backend].bind(tuple(layer.factors), layer.bias))
 
-    def __init__(self, layer: ButterflyLinear) -> None:
-        super().__init__()
-        self.factors, self.bias = layer.factors, layer.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        first, *others = self.factors
+def launch_each_factor(layer: ButterflyLinear) -> nn.Module:
+    """One launch a factor on CUDA. The intermediates go through device memory."""
+    first, *others = layer.factors
+
+    def run(x: Tensor) -> Tensor:
         for factor in reversed(others):
             x = ks_linear(x, (factor,), backend="cuda")
-        return ks_linear(x, (first,), self.bias, backend="cuda")
+        return ks_linear(x, (first,), layer.bias, backend="cuda")
+
+    return ByWay(layer, run)
 
 
-def quantized(module: nn.Module, x: Tensor) -> nn.Module:
-    """A dense copy with int8 weights, whose activations are rounded to int8 at each call."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns that this will move to another package
-        return torch.ao.quantization.quantize_dynamic(dense_copy(module), {nn.Linear}, dtype=torch.qint8)
-
-
-def bound(backend: str) -> Callable[[nn.Module, Tensor], nn.Module]:
-    return lambda module, x: swapped(module, ButterflyLinear, lambda layer: BoundLinear(layer, backend))
-
-
-VARIANTS: Mapping[str, Callable[[nn.Module, Tensor], nn.Module]] = {
-    "dense": lambda module, x: dense_copy(module),
-    "layer": lambda module, x: copy.deepcopy(module),
-    "two launches": lambda module, x: swapped(module, ButterflyLinear, LaunchEachFactor),
-    "fused modules": fused_modules,
-    **{name: bound(name) for name in ("bmm", "einsum", "bsr")},
-    INT8: quantized,
-    "dense optimized": lambda module, x: fused_modules(dense_copy(module), x),
-    "converted": lambda module, x: copy.deepcopy(module),
-    "optimized": fused_modules,
-}
-"""What a converted module is compared with. ``layer`` and ``converted`` are the module itself."""
+LAYERS = {name: partial(bound, backend=name) for name in ("bmm", "einsum", "bsr")} | {"two launches": launch_each_factor}
+"""What variants have in the place of converted layers."""
 
 
 def variant(name: str, module: nn.Module, x: Tensor, mode: str, compiled: str) -> Run | str:
-    """A variant of a converted module, through the compiler where its name or ``compiled`` says so, or why it cannot run here."""
+    """A variant of a converted module, through the compiler where its name or ``compiled`` says so, or why it cannot run here.
+
+    ``layer`` and ``converted`` are the module itself.
+    """
     if name.endswith(" compiled"):
         if not x.is_cuda:
             return "left out on a CPU"
         name, compiled = name.removesuffix(" compiled"), "compile"
     if name == INT8 and (x.is_cuda or x.dtype != torch.float32):
         return "no: PyTorch quantizes at each call on the CPU, from float32"
-    backend = "cuda" if name == "two launches" else name
-    for problem in problems(module, x, allow_tf32=mode == "tf32") if backend in BACKENDS and name != "dense" else ():
-        reason = BACKENDS[backend].can_run(problem)
+    for problem in problems(module, x, allow_tf32=mode == "tf32") if name in LAYERS else ():
+        reason = BACKENDS.get(name, BACKENDS["cuda"]).can_run(problem)
         if reason is not None:
             return f"no: {reason}"
     try:
-        found = VARIANTS[name](module, x)
+        found = swapped(module, ButterflyLinear, LAYERS[name]) if name in LAYERS else module
+        if name.startswith(("dense", INT8)):
+            found = dense_copy(module)
+        if name == INT8:  # whose activations are rounded to int8 at each call
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch warns that this will move to another package
+                found = torch.ao.quantization.quantize_dynamic(found, {nn.Linear}, dtype=torch.qint8)
+        if name in ("optimized", "dense optimized", "fused modules"):
+            found = fused_modules(found, x)
     except Exception as error:  # the failure of one variant is its row
         return f"failed: {first_line(error)}"
     return torch.compile(found, mode=None if compiled == "compile" else compiled) if compiled else found
@@ -185,11 +177,11 @@ def share_case(place: Place, *, model: str, batch: int, mode: str) -> Case:
 
     The linears have biases, as those of the model; the paper leaves them out.
     """
-    sizes, prefix_tokens = vit_sizes(model)
-    dtype, rows, width = TIMED_MODES[mode], checked_rows(batch, 1), sizes.width
-    shapes = {"dense": (batch, 3, sizes.image, sizes.image), "linears of FFNs": (batch, sizes.tokens + prefix_tokens, width)}
+    vit = skeleton(model)
+    dtype, rows, width = TIMED_MODES[mode], checked_rows(batch, 1), vit.embed_dim
+    shapes = {"dense": (batch, *image_of(vit)), "linears of FFNs": (batch, vit.patch_embed.num_patches + vit.num_prefix_tokens, width)}
     with place.device:  # where drawing weights takes least time
-        linears = [nn.Linear(*pair) for _ in range(sizes.depth) for pair in ((width, 4 * width), (4 * width, width))]
+        linears = [nn.Linear(*pair) for _ in vit.blocks for pair in ((width, 4 * width), (4 * width, width))]
         for linear in linears:
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
         made = {"dense": timm.create_model(model, pretrained=False), "linears of FFNs": nn.Sequential(*linears)}

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import flysurgery
 from flysurgery.inference.find_groups import find_groups
-from recipes.vit_units import PaperBlock, PaperFeedForward, Residual, VitSizes, dense_layer
+from recipes.vit_units import PaperBlock, Residual, paper_feed_forward
 from tests.inference.conftest import FFN_LAUNCHES
 from tests.inference.models import BLOCK, SMALL, check_fused, keeps_outputs, ready, small
 from tests.support.composed import Composed
@@ -21,11 +21,14 @@ from tests.support.tolerance import assert_equal
 
 WIDTH = 48
 ATTENTION = BLOCK[:3]
-SIZES = VitSizes(WIDTH, 4 * WIDTH, 2, 1, 32, 8)
 
 
 def vit(width: int = WIDTH, heads: int = 2) -> Any:
     return timm.create_model("vit_tiny_patch16_224", **{**SMALL, "embed_dim": width, "num_heads": heads, "init_values": 0.1})
+
+
+def dense(out_features: int, in_features: int, bias: bool) -> nn.Module:
+    return nn.Linear(in_features, out_features, bias)
 
 
 def tokens(count: int = 2) -> Tensor:
@@ -73,8 +76,8 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "a block": (lambda: vit().blocks[0], BLOCK),
     "attention": (lambda: (lambda block: Residual(block.norm1, block.attn))(vit().blocks[0]), ATTENTION),
     "feed-forward": (lambda: (lambda block: Residual(block.norm2, block.mlp))(vit().blocks[0]), ["ffn"]),
-    "feed-forward without a sum": (lambda: PaperFeedForward(SIZES, dense_layer), ["ffn"]),
-    "q, k and v apart, attention written out": (lambda: PaperBlock(SIZES, dense_layer), ["linear_residual", "ffn"]),
+    "feed-forward without a sum": (lambda: paper_feed_forward(vit(), dense), ["ffn"]),
+    "q, k and v apart, attention written out": (lambda: PaperBlock(vit(), dense), ["linear_residual", "ffn"]),
     "a row of halves and a norm": (lambda: Row(row), BLOCK * 2),
     "a row without norms before attention": (lambda: Row(row, normed=False), [name for name in BLOCK * 2 if name != "norm_linear"]),
     "feed-forward first": (lambda: Row(lambda self, x: (lambda y: y + self.attentions[0](y))(x + self.feeds[0](x))), ["ffn", *ATTENTION]),
