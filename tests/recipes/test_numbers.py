@@ -85,9 +85,10 @@ def test_power_is_that_between_steps_of_the_counter(monkeypatch: pytest.MonkeyPa
 def test_a_wrong_mapping_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import focus_model
 
-    monkeypatch.setattr(focus_model, "differences", lambda *_: (float("nan"), 0.0))
+    monkeypatch.setattr(focus_model, "outputs_of", lambda *_: (torch.ones(1), torch.zeros(1)))
+    monkeypatch.setattr(focus_model, "seen", lambda *_: (torch.full((1,), torch.nan), torch.zeros(1)))
     with pytest.raises(FlysurgeryError, match="the mapping is wrong"):
-        focus_model.check(b"", None, torch.zeros(1))  # pyright: ignore[reportArgumentType]
+        focus_model.check(b"", SimpleNamespace(backbone=None), torch.zeros(1))  # pyright: ignore[reportArgumentType]
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(FlysurgeryError, match="onnx is needed to read the wheel"):
         focus_model.from_onnx(b"")
