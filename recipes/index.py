@@ -1,4 +1,4 @@
-"""Write recipes/README.md from the docstrings of the recipes: what each does, what it needs, and where its rows are.
+"""Write the table in recipes/README.md from the docstrings of the recipes: what each does, what it needs, and where its rows are.
 
 Run it without arguments after a docstring has changed: ``python recipes/index.py``.
 """
@@ -9,30 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 
-INTRODUCTION = """# Recipes
-
-`python recipes/index.py` writes this page from the recipes' docstrings.
-
-A recipe is one program for a task or for a family of tables, which are data over one engine, `recipe.py`. Its committed rows are in
-`recipes/results`, where `python recipes/publish.py` puts them; the column `table` names the table of a row.
-[Performance](../docs/performance.md), [fidelity](../docs/sight.md) and [accuracy](../docs/accuracy.md) show them, and
-[the papers](../docs/papers.md) which command answers which table or figure. `python recipes/NAME.py --help` says how a recipe measures
-and what its columns mean.
-
-What they share:
-
-- Each column that tells cases apart is an option: `--batch 1,8 --mode fp16 --arch monarch` names other values. `--only REGEX` takes the
-  cases in whose columns it is found, `--candidates` some of the candidates, `--joules` measures energy, `--minutes` ends a run in time.
-- `--quick` takes fewer cases and answers within two minutes, on a CPU too, where kernels have the status `needs CUDA`.
-- `--out FILE` keeps the rows, each with a stamp. The same command goes on where it stopped; `--fresh` starts anew. Rows of the same
-  device, versions and commit stay, whatever their options.
-- Each candidate is compared with float64 before it is timed. A wrong one has a row that says so.
-- Dense, or else the candidate that ratios refer to, is timed twice in the same shuffled run. If the two differ by more than 3 % (10 % on
-  a CPU), all rows of that run say noisy.
-
-| recipe | what it does | needs | rows |
-|---|---|---|---|
-"""
+HEADER = "| recipe | what it does | needs | rows |\n|---|---|---|---|\n"
 
 _NEEDS = re.compile(r"^Needs (.+?)\.(?=\s|$)", re.MULTILINE | re.DOTALL)
 _ROWS = re.compile(r"recipes/results/([\w.]+\.(?:csv|txt))")
@@ -45,13 +22,14 @@ def programs() -> dict[str, str]:
 
 
 def page() -> str:
+    """What the page says before its table, and the table anew."""
     rows = []
     for name, text in programs().items():
         files = dict.fromkeys(file for file in _ROWS.findall(text) if (HERE / "results" / file).is_file())
         needs = next(iter(_NEEDS.findall(text)))
         cells = f"`{name}`", text.partition("\n")[0].rstrip("."), " ".join(needs.split()), ", ".join(f"[{f}](results/{f})" for f in files)
         rows.append("| " + " | ".join(cells).replace("``", "`") + " |\n")
-    return INTRODUCTION + "".join(rows)
+    return (HERE / "README.md").read_text(encoding="utf-8").partition(HEADER)[0] + HEADER + "".join(rows)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from flysurgery.bench.timing import all_calls, rotating
 from flysurgery.cli.app import sentence_of
 from flysurgery.cli.bench import TIMES, bench_run, prepare, record_table
 from flysurgery.errors import FlysurgeryError, OptionError, first_line
+from flysurgery.inference.clock import between_events
 
 Run = Callable[[Tensor], Tensor]
 
@@ -110,66 +111,36 @@ class EnergyMeter:
         return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
 
     def measure(self, run: Run, x: Tensor) -> float:
-        """Joules of ``run(x)``, those of the idle device included.
+        """Joules of ``run(x)``, those of the idle device included: the mean power between two steps of the counter, a window apart.
 
-        Inputs are larger together than the L2 cache, and calls are replayed as a graph where they can be captured.
+        Inputs are larger together than the L2 cache, and calls are replayed as a graph where they can be captured. The first step is not
+        counted: it holds energy of the time before.
         """
         inputs = rotating(x)
         work, _ = all_calls(run, inputs, "graph", None)
-        busy = Busy(work)
-        watts = self.watts(busy.go_on)
-        return watts * busy.work_ms() / len(inputs) / 1e3
-
-    def watts(self, meanwhile: Callable[[], object]) -> float:
-        """The mean power between two steps of the counter, a window apart, while ``meanwhile`` runs over and over.
-
-        The first step is not counted: it holds energy of the time before.
-        """
-        steps: list[tuple[float, float]] = []
+        work()
+        at_once = max(1, math.ceil(AHEAD_MS / between_events(work, 1)()))
+        start = running = ahead = mark()
+        launched, steps = 0, list[tuple[float, float]]()
         last, moved = self.joules(), time.perf_counter()
         while len(steps) < 3 or steps[-1][0] - steps[1][0] < self.seconds:
-            meanwhile()
+            if running.query():
+                for _ in range(at_once):
+                    work()
+                launched += at_once
+                running, ahead = ahead, mark()
             now, joules = time.perf_counter(), self.joules()
             if joules != last:
                 steps.append((now, joules))
                 last, moved = joules, now
             elif now - moved > STUCK_SECONDS:
                 raise OptionError(f"this device's energy counter stood still for {STUCK_SECONDS:.0f} s; nothing can be read from it")
+        ahead.synchronize()
         (begin, before), (end, after) = steps[1], steps[-1]
-        return (after - before) / (end - begin)
+        return (after - before) / (end - begin) * start.elapsed_time(ahead) / launched / len(inputs) / 1e3
 
 
-class Busy:
-    """Launches ``work`` again and again, always a part ahead of the running one, so that the device never waits."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work = work
-        work()
-        before = _mark()
-        work()
-        after = _mark()
-        after.synchronize()
-        self._at_once = max(1, math.ceil(AHEAD_MS / before.elapsed_time(after)))
-        self._start, self._launched = _mark(), 0
-        self._marks = self._start, self._start
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Launch the next part if the last but one is done."""
-        if self._marks[0].query():
-            for _ in range(self._at_once):
-                self._work()
-            self._launched += self._at_once
-            self._marks = self._marks[1], _mark()
-
-    def work_ms(self) -> float:
-        """Wait until all work is done, and give its milliseconds over the number of launches."""
-        end = _mark()
-        end.synchronize()
-        return self._start.elapsed_time(end) / self._launched
-
-
-def _mark() -> torch.cuda.Event:
+def mark() -> torch.cuda.Event:
     """A point in time on the device, behind all that was launched."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()

@@ -65,21 +65,45 @@ def test_parts_are_in_eval_mode_and_have_fewer_operations_than_dense(protocol: s
         parts(protocol, "resnet18", "gonon")
 
 
+class Mark:
+    """A point in time on a device that does all at once."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: "Mark") -> float:
+        return 1e3 * (other.seconds - self.seconds)
+
+
 def test_power_is_that_between_steps_of_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     import recipe
 
     meter = object.__new__(recipe.EnergyMeter)
-    # 100 watts, of a counter that is updated every 20 ms, and two inputs a time in work of 10 ms
+    # 100 watts, of a counter that is updated every 20 ms, and two inputs a time in work of 2 ms
     monkeypatch.setattr(meter, "joules", lambda: 100 * (time.perf_counter() // 0.02 * 0.02))
-    monkeypatch.setattr(recipe, "Busy", lambda work: SimpleNamespace(go_on=work, work_ms=lambda: 10.0))
-    monkeypatch.setattr(recipe, "all_calls", lambda *_: (lambda: time.sleep(1e-4), "eager"))
+    monkeypatch.setattr(recipe, "mark", Mark)
+    monkeypatch.setattr(recipe, "between_events", lambda *_: lambda: 2.0)
+    spent: list[float] = []
+
+    def work() -> None:
+        start = time.perf_counter()
+        time.sleep(2e-3)
+        spent.append(time.perf_counter() - start)
+
+    monkeypatch.setattr(recipe, "all_calls", lambda *_: (work, "eager"))
     monkeypatch.setattr(recipe, "rotating", lambda x: [x, x])
-    meter.seconds = 0.1
-    assert meter.measure(lambda x: x, torch.zeros(1)) == pytest.approx(0.5, rel=0.1)
+    meter.seconds = 0.3
+    assert meter.measure(lambda x: x, torch.zeros(1)) == pytest.approx(100 * sum(spent) / len(spent) / 2, rel=0.25)
     monkeypatch.setattr(recipe, "STUCK_SECONDS", 0.01)
     monkeypatch.setattr(meter, "joules", lambda: 1.0)
     with pytest.raises(OptionError, match="energy counter stood still"):
-        meter.watts(lambda: None)
+        meter.measure(lambda x: x, torch.zeros(1))
 
 
 def test_a_wrong_mapping_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
