@@ -25,7 +25,7 @@ Rows: recipes/results/kernels_h200.csv
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,10 +43,11 @@ from flysurgery.gpu.gradients import all_gradients
 from flysurgery.gpu.hidden_gradient import hidden_image, run_hidden_gradient
 from flysurgery.gpu.row_sums import activation_gradient
 from flysurgery.ops import Dense, FusedFactors, Norm
-from flysurgery.patterns import Architecture, gonon, monarch
+from flysurgery.patterns import Architecture, named
 
 HEAD, PATCHES, TOKENS = 64, 196, 197  # features of a head of attention, and rows of one image without and with its class token
-FAMILIES: Mapping[str, Callable[[int, int], Architecture]] = {"gonon": gonon, "monarch": monarch}
+FAMILIES = ("gonon", "monarch")
+GROUP, FFN = "norm and q, k, v", "feed-forward"
 
 
 @dataclass(frozen=True)
@@ -88,34 +89,31 @@ class Operation:
         """The operation by kernels or by its definition."""
         return lambda x: self.function(compute, x, *self.operands)
 
-    @cached_property
-    def dense(self) -> "Operation":
-        return replace(self, operands=tuple(map(_dense, self.operands)))
-
     def work(self, moved: int, rows: int) -> Work:
         """What it must spend: ``moved`` bytes of inputs and outputs, weights once, and the products with these."""
         weights = [each for each in pytree.tree_leaves(self.operands) if isinstance(each, Tensor) and each.ndim > 1]
         return Work(moved + sum(each.nbytes for each in weights), 2 * rows * sum(each.numel() for each in weights))
 
-    def runs(self, place: Place) -> dict[str, Run | str]:
-        dense = self.dense.by(plainly)
-        compiled = torch.compile(dense, mode="max-autotune-no-cudagraphs") if place.on_cuda else "left out on a CPU"
-        return {
-            "fused": place.kernel(self.by(ops.run)),
-            "composed": self.by(plainly),
-            "dense": dense,
-            "dense fused": place.kernel(self.dense.by(ops.run)),
-            "dense compiled": compiled,
-        }
+    def case(self, place: Place, x: Tensor, candidates: tuple[str, ...], checked: int | None, flops: int | None, **more: Any) -> Case:
+        """Its candidates of these names, and the first ``checked`` rows held against float64; ``flops`` are given for what has no factors.
 
-    def case(self, x: Tensor, runs: Mapping[str, Run | str], *, checked: int | None = None, flops: int | None = None, **more: Any) -> Case:
-        """A case of which the first ``checked`` rows are held against float64; ``flops`` are given where it has no weights."""
+        That is also by two of PyTorch's backends.
+        """
+        dense = replace(self, operands=tuple(map(_dense, self.operands)))
+        plain = dense.by(plainly)
+        runs: dict[str, Run | str] = {"dense": plain, "dense fused": place.kernel(dense.by(ops.run))}
+        if flops is None:
+            compiled = torch.compile(plain, mode="max-autotune-no-cudagraphs") if place.on_cuda else "left out on a CPU"
+            runs |= {"fused": place.kernel(self.by(ops.run)), "composed": self.by(plainly), "dense compiled": compiled}
+        else:
+            runs |= by_backends(self.by(plainly))
+        runs = {name: runs[name] for name in candidates if name in runs}
         exact = replace(self, operands=pytree.tree_map_only(Tensor, Tensor.double, self.operands))
         with torch.no_grad():
             truth = exact.by(plainly)(x[:checked].double())
         moved = x.nbytes + len(x) * truth[0].numel() * x.element_size()
-        own, dense = (Work(moved, flops) if flops else each.work(moved, len(x)) for each in (self, self.dense))
-        works = {name: dense if name.startswith("dense") else own for name in runs}
+        own, other = (Work(moved, flops) if flops else each.work(moved, len(x)) for each in (self, dense))
+        works = {name: other if name.startswith("dense") else own for name in runs}
         return Case(runs, x, truth, range(len(truth)), works, **more)
 
 
@@ -157,14 +155,14 @@ def block_part(
     tokens: int = TOKENS,
 ) -> Case:
     """A part of a block, converted, and those of its candidates that are named."""
-    drawn, family = Drawn(place, mode), FAMILIES[architecture]
-    norm, x, square = drawn.norm(width), drawn.tensor(rows, width), family(width, width)
-    how: dict[str, Any] = {"worst": 2}
-    if part == "feed-forward":
-        up, down = drawn.linear(family(4 * width, width)), drawn.linear(family(width, 4 * width))
+    drawn = Drawn(place, mode)
+    norm, x, square = drawn.norm(width), drawn.tensor(rows, width), named(architecture, width, width)
+    how: dict[str, Any] = {"checked": None, "flops": None, "worst": 2}
+    if part == FFN:
+        up, down = (drawn.linear(named(architecture, *shape)) for shape in ((4 * width, width), (width, 4 * width)))
         operation = Operation(lambda compute, x, *own: compute(x, ops.FeedForward(*own)), (norm, up, down, activation))
-        how = {"worst": 3, "base": x}
-    elif part == "norm and q, k, v":
+        how |= {"worst": 3, "base": x}
+    elif part == GROUP:
         group = [drawn.linear(square) for _ in range(3)]
         operation = Operation(lambda compute, x, *own: compute(x, ops.NormLinears(*own)), (norm, group))
     elif part == "output projection":
@@ -172,11 +170,7 @@ def block_part(
     else:  # q, k and v as views of what one linear gives
         operation, x = Operation(_attention), drawn.tensor(rows // tokens, tokens, 3 * width)
         how |= {"checked": 8, "flops": 4 * rows * tokens * width}
-    known = operation.runs(place)
-    if part == "attention":  # it has no factors
-        known = {name: known[name] for name in ("dense", "dense fused")} | by_backends(operation.by(plainly))
-    runs = {name: known[name] for name in candidates if name in known}
-    return operation.case(x, runs, **how)
+    return operation.case(place, x, candidates, **how)
 
 
 def attention_gradients(place: Place, *, rows: int, tokens: int, width: int, mode: str) -> Case:
@@ -224,22 +218,22 @@ def hidden_gradients(place: Place, *, rows: int, width: int, mode: str) -> Case:
     return Case({"dense": dense, "composed": composed, "cuda": place.kernel(kernel)}, both, dense(both.double()), None, work)
 
 
-LAYERS: dict[str, tuple[Architecture, int]] = {
-    "square": (gonon(384, 384), 1),
-    "qkv": (gonon(384, 384), 3),
-    "up": (gonon(1536, 384), 1),
-    "down": (gonon(384, 1536), 1),
-    "monarch square": (monarch(384, 384), 1),
-    "monarch up": (monarch(1536, 384), 1),
-    "monarch down": (monarch(384, 1536), 1),
+LAYERS: Mapping[str, tuple[str, int, int, int]] = {
+    "square": ("gonon", 384, 384, 1),
+    "qkv": ("gonon", 384, 384, 3),
+    "up": ("gonon", 1536, 384, 1),
+    "down": ("gonon", 384, 1536, 1),
+    "monarch square": ("monarch", 384, 384, 1),
+    "monarch up": ("monarch", 1536, 384, 1),
+    "monarch down": ("monarch", 384, 1536, 1),
 }
-"""The layers of a ViT-S/16's block, and how many linears each is."""
+"""The layers of a ViT-S/16's block: their architectures, and how many linears each is."""
 
 
 def factor_gradients(place: Place, *, layer: str, rows: int, mode: str) -> Case:
     """The gradients of a layer's factors. x holds the layer's inputs and its outputs' gradient."""
-    architecture, linears = LAYERS[layer]
-    drawn = Drawn(place, mode)
+    family, out_features, in_features, linears = LAYERS[layer]
+    architecture, drawn = named(family, out_features, in_features), Drawn(place, mode)
     factors = [factor for _ in range(linears) for factor in drawn.linear(architecture).factors]
 
     def parts(both: Tensor) -> tuple[Tensor, Tensor]:  # shapes: (rows, in_features), (rows, linears * out_features)
@@ -275,7 +269,6 @@ SIZES = [
 ]
 """Images of timm's models."""
 
-GROUP, FFN = "norm and q, k, v", "feed-forward"
 ONE_CASE: Mapping[str, Any] = {"needs_cuda": True, "few": 1, "seconds": 0.1}
 ON_TOKENS: Mapping[str, Any] = {"measure": block_part, "needs_cuda": True, "few": 1, "quick": {"rows": (TOKENS,)}}
 
@@ -295,7 +288,7 @@ TABLES = {
         **ONE_CASE,
     ),
     "norm_linear": Table(
-        {"part": (GROUP,), "width": (384,), "architecture": tuple(FAMILIES), "mode": ("all",), "rows": (128 * TOKENS,)},
+        {"part": (GROUP,), "width": (384,), "architecture": FAMILIES, "mode": ("all",), "rows": (128 * TOKENS,)},
         candidates=("fused", "dense", "dense compiled"),
         **ON_TOKENS,
     ),
@@ -309,7 +302,7 @@ TABLES = {
         {
             "part": (FFN,),
             "width": (384, 192, 768),
-            "architecture": tuple(FAMILIES),
+            "architecture": FAMILIES,
             "activation": ("gelu", "gelu_tanh"),
             "mode": ("all",),
             "rows": (128 * TOKENS,),
