@@ -20,8 +20,7 @@ The tables:
 
 25088 rows. Patterns come in one shuffled order, so that a run that ends after ``--minutes`` has measured a random subset, and the next run
 with the same ``--out`` goes on. Pieces by ``--cases`` need not share a machine or a file; a pattern is two cases in each mode, one for each
-layout. What cannot be captured in a graph (bsr) is launched from Python, and its row says so. ``bound_ms`` is what
-a large copy and a large matrix product, measured in the same run, allow. On a CPU energy has times without joules.
+layout. On a CPU energy has times without joules.
 
 Needs ``pip install 'flysurgery[bench]'``, any device, and for energy an NVIDIA GPU.
 Rows: recipes/results/patterns_h200.csv, recipes/results/energy_h200.csv, recipes/results/rivals_h200.csv

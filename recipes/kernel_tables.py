@@ -14,10 +14,8 @@ The tables:
 
 ``vits.py table6`` has linear layers, and ``vits.py table3`` blocks and gated feed-forward blocks. ``fused`` is what ``flysurgery.ops``
 chooses, ``composed`` the same by separate operators, ``dense`` PyTorch's operators with the matrices that the factors multiply to,
-``compiled`` these through ``torch.compile``. Times by CUDA graphs over rotating inputs larger than the L2 cache, all candidates of a case
-in one shuffled run, after a check against float64; a launch is in them. ``ratio_to_dense`` is the ratio to the candidate that is timed
-twice: dense, or einsum for gradients. ``bound_ms`` is what a large copy and a large matrix product, measured in the same run, allow for x,
-y and the candidate's weights.
+``compiled`` these through ``torch.compile``. A launch is in the times. ``ratio_to_dense`` is the ratio to the candidate that is timed
+twice: dense, or einsum for gradients. ``bound_ms`` counts x, y and the candidate's weights.
 
 Needs a CUDA device, and half a minute to ten minutes a table; kernels that are not compiled yet take most of it.
 Rows: recipes/results/kernels_h200.csv

@@ -20,10 +20,9 @@ The tables:
 
 Random weights: no time depends on their values. Protocol ``paper``: separate q, k and v, attention written out, no compiler. Protocol
 ``today``: timm's model, one qkv, ``scaled_dot_product_attention``, also through ``torch.compile``. Each ratio is to dense in the same run
-and mode; ``paper_ratio`` is what the authors report on an A100 in float32. CUDA graphs run over inputs larger than the L2 cache. Errors
-are those of the outputs against float64; a candidate that is wrong gets no time. ``bound_ms`` is what a large copy and a large matrix
-product, measured in the same run, allow. --joules measures those of a batch too, from NVML's counter over windows of a second of replayed
-graphs. --arch takes gonon (widths that are multiples of 24), monarch and lowrank, --model any ViT of timm.
+and mode; ``paper_ratio`` is what the authors report on an A100 in float32. Errors are those of the outputs. --joules measures those of a
+batch too, from NVML's counter over windows of a second of replayed graphs. --arch takes gonon (widths that are multiples of 24), monarch
+and lowrank, --model any ViT of timm.
 
 Needs any device; optimized, headline, training and finetune a CUDA device, cpu a quiet CPU and half an hour.
 Rows: recipes/results/vits.csv, recipes/results/optimized_vits.csv, recipes/results/training_h200.csv,
