@@ -28,7 +28,7 @@ Rows: recipes/results/accuracy.csv
 import copy
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -62,29 +62,24 @@ WAYS: Mapping[str, tuple[str, float]] = {
 GREY: dict[str, Any] = {"in_chans": 1, "num_classes": 10}
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of model: what builds the small one, its images' side, and timm's name of the real one."""
-
-    small: Callable[[], nn.Module]
-    side: int
-    real: str
-
-    def build(self, *, small: bool) -> nn.Module:
-        if not small:
-            return timm.create_model(self.real, num_classes=100)
-        model: Any = self.small()
-        model.pretrained_cfg = {"input_size": (1, self.side, self.side), "mean": [0.5], "std": [0.5], "fixed_input_size": True}
-        model.pretrained_cfg |= {"interpolation": "bilinear", "crop_pct": 1.0}
-        return model
-
-
-KINDS: Mapping[str, Kind] = {
-    "mixer": Kind(partial(MlpMixer, img_size=8, patch_size=2, embed_dim=96, num_blocks=4, **GREY), 8, "mixer_s16_224"),
-    "vit": Kind(lambda: build_base(*load_dense(DEMO)[1:]), 8, VIT_S),
-    "convmixer": Kind(partial(ConvMixer, dim=96, depth=4, kernel_size=3, patch_size=1, **GREY), 8, "convmixer_768_32"),
-    "mobilenet": Kind(partial(timm.create_model, "mobilenetv3_small_050", **GREY), 32, "mobilenetv3_large_100"),
+KINDS: Mapping[str, tuple[Callable[[], Any], int, str]] = {
+    "mixer": (partial(MlpMixer, img_size=8, patch_size=2, embed_dim=96, num_blocks=4, **GREY), 8, "mixer_s16_224"),
+    "vit": (lambda: build_base(*load_dense(DEMO)[1:]), 8, VIT_S),
+    "convmixer": (partial(ConvMixer, dim=96, depth=4, kernel_size=3, patch_size=1, **GREY), 8, "convmixer_768_32"),
+    "mobilenet": (partial(timm.create_model, "mobilenetv3_small_050", **GREY), 32, "mobilenetv3_large_100"),
 }
+"""Of each kind of model what builds the small one, its images' side, and timm's name of the real one."""
+
+
+def build(kind: str, *, small: bool) -> nn.Module:
+    make, side, real = KINDS[kind]
+    if not small:
+        return timm.create_model(real, num_classes=100)
+    model = make()
+    model.pretrained_cfg = {"input_size": (1, side, side), "mean": [0.5], "std": [0.5], "fixed_input_size": True}
+    model.pretrained_cfg |= {"interpolation": "bilinear", "crop_pct": 1.0}
+    return model
+
 
 RATE = 1e-3
 
@@ -96,7 +91,7 @@ def rows(place: Place, *, data: str, seed: int, model: str, way: str, epochs: in
     how |= {"precision": "bf16"} if place.on_cuda else {"precision": "no", "cpu": True}
     settings = Settings(log_every=1000, seed=seed, batch_size=batch, learning_rate=RATE, **how)
     torch.manual_seed(seed)
-    made, (first, share) = KINDS[model].build(small=place.quick or is_small), WAYS[way]
+    made, (first, share) = build(model, small=place.quick or is_small), WAYS[way]
     convert(made, first, init="random", seed=seed)
     after = None if share == 1 else min(max(1, round(share * epochs)), epochs - 1)
     clock = time.perf_counter if place.on_cuda else time.process_time

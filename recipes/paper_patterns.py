@@ -82,9 +82,12 @@ def is_large(name: str, pattern: Pattern, mode: str) -> bool:
 
 def factor_run(name: str, factor: Tensor, layout: str, problem: Problem) -> Run | str:
     """An implementation with its weights prepared, or why it cannot run: x in ``layout`` to (rows, out_features), a view with LAST."""
-    if name == PRODUCT_ONLY:
-        return product_only(factor, layout)
     pattern = problem.architecture.patterns[0]
+    if name == PRODUCT_ONLY:  # for an x that ``blocks_of`` made; it gives a view of shape (rows, a, b, d)
+        blocks = to_blocks(factor).contiguous()
+        if layout == FIRST:
+            return lambda x: rearrange(torch.bmm(x, blocks.mT), "(a d) n b -> n a b d", d=pattern.d)
+        return lambda x: rearrange(torch.bmm(blocks, x), "(a d) b n -> n a b d", d=pattern.d)
     if name == "cuda" and layout == LAST:
         return "no: our kernels take batch-size-first, as models have it"
     reason = BACKENDS[name].can_run(problem)
@@ -97,14 +100,6 @@ def blocks_of(x: Tensor, pattern: Pattern, layout: str) -> Tensor:
     """x as the batched product wants it: (a*d, rows, c), or (a*d, c, rows) with the batch last."""
     a, _, c, d = pattern.factor_shape
     return rearrange(x, "n (a c d) -> (a d) n c" if layout == FIRST else "(a c d) n -> (a d) c n", a=a, c=c, d=d)
-
-
-def product_only(factor: Tensor, layout: str) -> Run:
-    """The batched product alone, for an x that ``blocks_of`` made; it gives a view of shape (rows, a, b, d)."""
-    blocks, d = to_blocks(factor).contiguous(), factor.shape[3]
-    if layout == FIRST:
-        return lambda x: rearrange(torch.bmm(x, blocks.mT), "(a d) n b -> n a b d", d=d)
-    return lambda x: rearrange(torch.bmm(blocks, x), "(a d) b n -> n a b d", d=d)
 
 
 def _last(name: str, factor: Tensor, pattern: Pattern) -> Run:

@@ -30,12 +30,11 @@ from PIL import Image
 from timm.data.constants import IMAGENET_DEFAULT_MEAN as MEAN
 from timm.data.constants import IMAGENET_DEFAULT_STD as STD
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from flysurgery.calibration import Pictures, Samples
 from flysurgery.calibration.samples import HELD_OUT_EVERY
 from flysurgery.errors import DataError, FlysurgeryError
-from flysurgery.evaluation.data import picture_of, read_image
+from flysurgery.evaluation.data import image_files, picture_of, read_image
 
 SIDE = 224
 LEAST_AREA = 0.25  # share of the largest square in a photograph that a crop has at least
@@ -50,22 +49,19 @@ class Photographs(NamedTuple):
 
 
 def photographs_in(folder: Path, most: int | None = None) -> Photographs:
-    """Those in ``fit`` and ``judge`` of a folder, or of a flat one every fourth by name to judge; of each at most ``most``."""
-    if (folder / "fit").is_dir() and (folder / "judge").is_dir():
-        fit, judge = _pictures(folder / "fit"), _pictures(folder / "judge")
+    """Those in ``fit`` and ``judge`` of a folder, or of one without them every fourth by name to judge; of each at most ``most``."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder; make one with recipes/photographs.py")
+    parts = folder / "fit", folder / "judge"
+    if all(part.is_dir() for part in parts):
+        fit, judge = map(image_files, parts)
     else:
-        every = _pictures(folder)
-        judge = every[3::4]
-        fit = [file for file in every if file not in set(judge)]
+        fit = image_files(folder)
+        judge = fit[3::4]
+        del fit[3::4]
     if len(fit) < 2 or not judge:
         raise DataError(f"{folder} holds {len(fit)} photographs to fit to and {len(judge)} to judge by; 2 and 1 are the least")
     return Photographs(_spread(fit, most), _spread(judge, most))
-
-
-def _pictures(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise DataError(f"{folder} is no folder; make one with recipes/photographs.py")
-    return sorted(file for file in folder.iterdir() if file.suffix.lower() in IMG_EXTENSIONS)
 
 
 def _spread(files: Sequence[Path], most: int | None) -> tuple[Path, ...]:

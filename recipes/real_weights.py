@@ -43,7 +43,7 @@ import torch
 from focus_model import FocusModel, check, compare, from_onnx, load_focus, read_wheel, save_focus, seen
 from photographs import Photographs, calibration_crops, judging_crops, photographs_in
 from torch import nn
-from weight_ways import DENSE, RIVALS, STEPS, Way, linears_of, prune_to_inputs, ways_of
+from weight_ways import DENSE, FAMILIES, RIVALS, STEPS, Way, linears_of, prune_to_inputs, ways_of
 
 from flysurgery import surgery
 from flysurgery.bench import Case, Protocol, Record, check_plot, in_mode, measure
@@ -131,7 +131,7 @@ class Workshop:
         elif rival is not None:
             rival.convert(model, self.linears)
         else:
-            done = surgery.apply(surgery.plan(model, **way.arch), model, **options).reconstruction
+            done = surgery.apply(surgery.plan(model, **FAMILIES[way.family]), model, **options).reconstruction
         synchronize(self.device)
         return model.requires_grad_(False).eval(), time.perf_counter() - started, done
 

@@ -9,10 +9,10 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -172,18 +172,19 @@ TUNED = {
 """What ``mode="max-autotune-no-cudagraphs"`` of ``torch.compile`` sets, and what torchao recommends beside it for int8 products."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way to convert: options of ``surgery.plan`` and of ``surgery.apply``; a rival has no architecture, and steps if it prunes."""
+class Way(NamedTuple):
+    """One way to convert: a family of architectures or a rival, and a step of fitting; a rival has steps if it prunes."""
 
     family: str
     step: str = ""
-    arch: Mapping[str, Any] = field(default_factory=dict)
-    fitting: Mapping[str, Any] = field(default_factory=dict)  # where there is any, another seed gives another result
 
     @property
     def name(self) -> str:
         return f"{self.family} {self.step}".strip()
+
+    @property
+    def fitting(self) -> Mapping[str, Any]:  # where there is any, another seed gives another result
+        return STEPS.get(self.step, {})
 
     def minutes(self, usual: float) -> float | None:
         """Those of its reconstruction; None where it has none."""
@@ -261,8 +262,8 @@ def linears_of(backbone: nn.Module) -> dict[str, int]:
 
 WAYS = (
     Way(DENSE),
-    *(Way(family, step, arch, STEPS[step]) for step in STEPS for family, arch in FAMILIES.items() if step in STEPS_OF.get(family, STEPS)),
-    *(Way(family, step, fitting=STEPS.get(step, {})) for family in RIVALS for step in ("", *STEPS_OF.get(family, ()))),
+    *(Way(family, step) for step in STEPS for family in FAMILIES if step in STEPS_OF.get(family, STEPS)),
+    *(Way(family, step) for family in RIVALS for step in ("", *STEPS_OF.get(family, ()))),
 )
 """Rivals come last: one that breaks the process breaks no other way."""
 
