@@ -49,9 +49,9 @@ def skeleton(model: str) -> Any:
     return vit
 
 
-def image_of(vit: Any) -> tuple[int, ...]:
-    """The shape of a sample's input."""
-    return (3, *vit.patch_embed.img_size)
+def shapes_of(vit: Any) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """The shapes of a sample's image and of its tokens."""
+    return (3, *vit.patch_embed.img_size), (vit.patch_embed.num_patches + getattr(vit, "num_prefix_tokens", 0), vit.embed_dim)
 
 
 def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -73,7 +73,7 @@ def _paper_units(vit: Any, arch: str) -> Iterator[tuple[str, Unit]]:
             yield f"linear {name}{' + bias' if bias else ''}", Unit(build, (tokens, in_features), tokens)
     for name, part in (("FFN", paper_feed_forward), ("attention", PaperAttention), ("block", PaperBlock)):
         yield name, Unit(_seeded(partial(part, vit, linear)), (tokens, vit.embed_dim), tokens)
-    yield "model", Unit(_seeded(partial(PaperVit, vit, linear)), image_of(vit), tokens)
+    yield "model", Unit(_seeded(partial(PaperVit, vit, linear)), shapes_of(vit)[0], tokens)
 
 
 def _today_units(model: str, arch: str, vit: Any) -> Iterator[tuple[str, Unit]]:
@@ -84,7 +84,7 @@ def _today_units(model: str, arch: str, vit: Any) -> Iterator[tuple[str, Unit]]:
         return made
 
     whole, one = cache(_seeded(converted)), cache(_seeded(partial(converted, depth=1)))  # a plan takes seconds
-    tokens, hidden = vit.patch_embed.num_patches + getattr(vit, "num_prefix_tokens", 0), vit.blocks[0].mlp.fc2.in_features
+    image, (tokens, width) = shapes_of(vit)
     of_block: Mapping[str, Callable[[Any], nn.Module]] = {
         "qkv + bias": lambda block: block.attn.qkv,
         "linear 4N x N + bias": lambda block: block.mlp.fc1,
@@ -94,10 +94,10 @@ def _today_units(model: str, arch: str, vit: Any) -> Iterator[tuple[str, Unit]]:
         "block": lambda block: block,
     }
     for name, of in of_block.items():
-        shape = (tokens, hidden if "4N +" in name else vit.embed_dim)
+        shape = (tokens, vit.blocks[0].mlp.fc2.in_features if name == "linear N x 4N + bias" else width)
         # A Residual around parts of the model is in training mode.
         yield name, Unit(lambda of=of: copy.deepcopy(of(one().blocks[0])).eval(), shape, tokens)  # pyright: ignore[reportIndexIssue]
-    yield "model", Unit(lambda: copy.deepcopy(whole()), image_of(vit), tokens)
+    yield "model", Unit(lambda: copy.deepcopy(whole()), image, tokens)
 
 
 class Residual(nn.Module):

@@ -42,7 +42,7 @@ import timm
 import torch
 from recipe import VIT_S, Place, Run, Table, run
 from torch import Tensor, nn
-from vit_units import PROTOCOLS, image_of, parts, skeleton
+from vit_units import PROTOCOLS, parts, shapes_of, skeleton
 
 import flysurgery
 from flysurgery import surgery
@@ -178,14 +178,14 @@ def share_case(place: Place, *, model: str, batch: int, mode: str) -> Case:
     """
     vit = skeleton(model)
     dtype, rows, width = TIMED_MODES[mode], checked_rows(batch, 1), vit.embed_dim
-    shapes = {"dense": (batch, *image_of(vit)), "linears of FFNs": (batch, vit.patch_embed.num_patches + vit.num_prefix_tokens, width)}
+    shapes = dict(zip(("dense", "linears of FFNs"), shapes_of(vit), strict=True))
     with place.device:  # where drawing weights takes least time
         linears = [nn.Linear(*pair) for _ in vit.blocks for pair in ((width, 4 * width), (4 * width, width))]
         for linear in linears:
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
         made = {"dense": timm.create_model(model, pretrained=False), "linears of FFNs": nn.Sequential(*linears)}
     modules = {name: module.eval().requires_grad_(False).to(dtype) for name, module in made.items()}
-    inputs = {name: torch.randn(shape, device=place.device, dtype=dtype) for name, shape in shapes.items()}
+    inputs = {name: torch.randn(batch, *shape, device=place.device, dtype=dtype) for name, shape in shapes.items()}
     found = {name: definitions({name: module}, inputs[name], rows) for name, module in modules.items()}
     truths = {name: own[name] for name, (own, _) in found.items()}
     works = {name: own[name] for name, (_, own) in found.items()}
