@@ -9,7 +9,7 @@ The tables:
     patterns  Tables 2, 4 and 7 and Figures 5, 6 and 9 to 17 of Gonon et al. 2024: one factor by every implementation, on their 627
               patterns, in both memory layouts for the implementations that have them. The claims and the figures' quartiles are printed
     large     dense and CSR where the table before leaves them out, as a call takes seconds: two calls, or one of more than a second, after
-              one on few rows. Dense is measured once for each size. ``publish.py --fill`` puts the rows in their places
+              the one that is checked. Dense is measured once for each size. ``publish.py --fill`` puts the rows in their places
     energy    their Figure 7: joules of a call, read from NVML's counter of the whole device, in windows of at least a second of
               replayed graphs. bmm is measured twice. ``vits.py optimized --joules`` has whole models
     rivals    the linears of a ViT-S/16 beside low rank, magnitude pruning, 2:4 sparsity, int8, fp8 and lazylinop, each held against
