@@ -169,14 +169,17 @@ def _within(file: Path, package: str, names: Collection[str]) -> Iterator[tuple[
 
 def shrunk(image: Image.Image) -> Image.Image:
     """The picture on white, with a short side of at most ``SHORT_SIDE``."""
+    scale = SHORT_SIDE / min(image.size)
+    if scale < 1:
+        image.draft("RGB", (int(image.width * scale), int(image.height * scale)))
     if image.mode in ("RGBA", "LA", "P", "PA"):
         ground = Image.new("RGBA", image.size, "white")
         ground.alpha_composite(image.convert("RGBA"))
         image = ground
+    image = image.convert("RGB")
     scale = SHORT_SIDE / min(image.size)
-    if scale < 1:
-        image.thumbnail((round(image.width * scale), round(image.height * scale)), Image.Resampling.LANCZOS)
-    return image.convert("RGB")
+    size = round(image.width * scale), round(image.height * scale)
+    return image.resize(size, Image.Resampling.LANCZOS) if scale < 1 else image
 
 
 def main() -> None:

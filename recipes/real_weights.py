@@ -185,6 +185,7 @@ def draw(records: Sequence[Record], plot: Path) -> None:
     columns = [column for column in labels if frame[column].notna().any()]
     figure, grid = pyplot().subplots(1, len(columns), figsize=(6.5 * len(columns), 5), layout="constrained", squeeze=False)
     for axes, column in zip(grid[0], columns, strict=True):
+        axes.set_prop_cycle(color=(*pyplot().get_cmap("tab10").colors, "k", "b"))
         for family, own in frame[frame[column].notna()].groupby("family", sort=False):
             (line,) = axes.plot(column, "cls", data=own.sort_values("cls"), linewidth=0.8, label=family)
             for step, each in own.groupby("step"):
