@@ -11,11 +11,10 @@ from einops.layers.torch import Rearrange
 from torch import Tensor, nn
 
 from flysurgery.bench.multiply import layer_sizes
-from flysurgery.bench.variants import reset
 from flysurgery.errors import OptionError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import named
-from flysurgery.surgery import install, plan
+from flysurgery.surgery import draw_anew, install, plan
 
 PROTOCOLS = ("paper", "today")
 """``paper``: separate q, k, v, attention written out. ``today``: timm's model, one qkv, ``scaled_dot_product_attention``."""
@@ -80,7 +79,7 @@ def _today_units(model: str, arch: str, vit: Any) -> Iterator[tuple[str, Unit]]:
     def converted(**arguments: Any) -> nn.Module:  # with random factors: nothing is projected, as times do not depend on values
         made = timm.create_model(model, pretrained=False, **arguments).eval()
         install(plan(made, arch), made)
-        reset(made)
+        draw_anew(made)
         return made
 
     whole, one = cache(_seeded(converted)), cache(_seeded(partial(converted, depth=1)))  # a plan takes seconds

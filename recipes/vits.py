@@ -32,7 +32,7 @@ recipes/results/finetune_h200.csv
 import copy
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -48,10 +48,10 @@ import flysurgery
 from flysurgery import surgery
 from flysurgery.bench import TIMED_MODES, Case, Record
 from flysurgery.bench.measuring import checked_rows, weights_gib
-from flysurgery.bench.variants import by_definition, chosen_backends, definitions, dense_copy, fused_modules, problems, swapped
+from flysurgery.bench.variants import by_definition, chosen_backends, definitions, dense_linear, fused_modules, problems
 from flysurgery.errors import first_line
 from flysurgery.finetune import Settings, train, training_data
-from flysurgery.layers import ButterflyLinear
+from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import BACKENDS, ks_linear
 
 INT8, INT8_ERROR = "int8 dynamic", 0.2
@@ -111,6 +111,23 @@ def launch_each_factor(layer: ButterflyLinear) -> nn.Module:
 
 LAYERS = {name: partial(bound, backend=name) for name in ("bmm", "einsum", "bsr")} | {"two launches": launch_each_factor}
 """What variants have in the place of converted layers."""
+
+
+def swapped(module: nn.Module, kind: Any, make: Callable[[Any], nn.Module]) -> nn.Module:
+    """Copy ``module``, parameters included, and let ``make`` replace each layer of the copy that is of this class or classes."""
+    module = copy.deepcopy(module)
+    if isinstance(module, kind):
+        return make(module)
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, kind):
+                parent._modules[name] = make(child)
+    return module
+
+
+def dense_copy(module: nn.Module) -> nn.Module:
+    """Copy ``module`` with dense linears in the place of its converted layers."""
+    return swapped(module, ButterflyLinear | SplitLinear, dense_linear)
 
 
 def variant(name: str, module: nn.Module, x: Tensor, mode: str, compiled: str) -> Run | str:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from flysurgery.bench.measuring import MEASURED, Case, Protocol, checked_rows, rows_of_case
 from flysurgery.bench.rows import Job, Record
 from flysurgery.bench.timing import TIMED_MODES
-from flysurgery.bench.variants import OPTIMIZED, chosen_backends, definitions, dense_linear, fused_modules, reset
+from flysurgery.bench.variants import OPTIMIZED, chosen_backends, definitions, dense_linear, fused_modules
 from flysurgery.errors import OptionError, Reason, first_line
 from flysurgery.patterns import Architecture
 from flysurgery.surgery import LayerPlan, Plan, install, named_candidates, sample_shape
-from flysurgery.surgery.change import build_empty
+from flysurgery.surgery.change import build_empty, draw_anew
 from flysurgery.tables import grouped
 
 WHOLE = "(model)"  # stands in the column ``layer`` of rows about the whole model
@@ -120,7 +120,7 @@ def layer_case(layer: LayerPlan, rows: int, searched: Sequence[Architecture], se
         parts = tuple(replace(part, architecture=architecture) for part in layer.parts)
         layers[str(architecture)] = build_empty(replace(layer, parts=parts), dense)
     for module in layers.values():
-        reset(module)
+        draw_anew(module)
     x = torch.randn(rows, layer.in_features, **options)
     modules: dict[str, nn.Module] = {DENSE: dense_linear(layers[PLANNED]), **layers}
     allow_tf32 = settings.mode == "tf32"
@@ -167,7 +167,7 @@ def _case(runs: Mapping[str, nn.Module | str], x: Tensor, count: int, **notes: M
 def _installed(plan: Plan, dense: nn.Module) -> nn.Module:
     model = copy.deepcopy(dense)
     install(plan, model)
-    reset(model)
+    draw_anew(model)
     return model
 
 

@@ -1,7 +1,7 @@
 """Makes variants of a converted module: dense, by its definition, optimized."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,37 +15,11 @@ from flysurgery.surgery.change import dense_layer
 
 OPTIMIZED = ", optimized"  # ends the names of models that ``optimize`` made
 
-Layer = ButterflyLinear | SplitLinear
 
-
-def swapped(module: nn.Module, kind: Any, make: Callable[[Any], nn.Module]) -> nn.Module:
-    """Copy ``module``, parameters included, and let ``make`` replace each layer of the copy that is of this class or classes."""
-    module = copy.deepcopy(module)
-    if isinstance(module, kind):
-        return make(module)
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, kind):
-                parent._modules[name] = make(child)
-    return module
-
-
-def reset(model: nn.Module) -> None:
-    """Draw the weights of every linear and converted layer anew; ``install`` leaves the new ones without values."""
-    for module in model.modules():
-        if isinstance(module, ButterflyLinear | nn.Linear):
-            module.reset_parameters()
-
-
-def dense_linear(layer: Layer) -> nn.Linear:
+def dense_linear(layer: ButterflyLinear | SplitLinear) -> nn.Linear:
     """Multiply the factors of a layer out, in float64, rounded once; nothing of it is trained."""
     linear: Any = dense_layer(layer)
     return linear.requires_grad_(False)
-
-
-def dense_copy(module: nn.Module) -> nn.Module:
-    """Copy ``module`` with dense linears in the place of its converted layers."""
-    return swapped(module, Layer, dense_linear)
 
 
 def by_definition(module: nn.Module) -> nn.Module:

@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from flysurgery.checkpoint.meter import LimitError, Limits, metered
 from flysurgery.errors import ModelError, first_line, raised_as, shown
-from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import MAX_FEATURES
 from flysurgery.surgery import ENTRY_POINT as ENTRY_POINT
-from flysurgery.surgery import Plan, install
+from flysurgery.surgery import Plan, draw_anew, install
 
 REFUSED_ARGUMENTS = frozenset({"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args", "checkpoint_path"})
 REFUSED_ARGUMENTS |= {"cache_dir", "device", "dtype", "weights"}
@@ -186,10 +185,8 @@ def build_shell(plan: Plan, limits: Limits) -> nn.Module:
         try:
             with metered(limits, parameters_on_meta=True):
                 model = build_base(base, plan.base_args)
-        except LimitError:
-            raise
         except ModelError as error:
-            if "meta" not in str(error.__cause__).lower():
+            if isinstance(error, LimitError) or "meta" not in str(error.__cause__).lower():
                 raise
             model = None  # the constructor wants numbers that meta does not have
         if model is None or _has_meta_state(model):
@@ -205,9 +202,7 @@ def build_random(plan: Plan, overrides: Mapping[str, Any]) -> nn.Module:
     model = build_base(_base_of(plan), plan.base_args)
     install(plan, model)
     for layer in plan.replaced:
-        for module in model.get_submodule(layer.fqn).modules():
-            if isinstance(module, ButterflyLinear | nn.Linear):
-                module.reset_parameters()
+        draw_anew(model.get_submodule(layer.fqn))
     return model
 
 

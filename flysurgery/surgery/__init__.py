@@ -11,7 +11,7 @@ from flysurgery.surgery.base import (
     quantization_entry,
     transformers_arguments,
 )
-from flysurgery.surgery.change import plan_of
+from flysurgery.surgery.change import draw_anew, plan_of
 from flysurgery.surgery.choices import Measurement, Tradeoff
 from flysurgery.surgery.convert import choose, convert, convert_to_fidelity
 from flysurgery.surgery.measuring import Setting, choose_measured, measure_groups

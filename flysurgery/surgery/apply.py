@@ -9,37 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flysurgery import walker
 from flysurgery.calibration import Data, samples_of, unchanged_state
 from flysurgery.errors import OptionError, PlanError, ProjectionError, SurgeryError, check_seed, raised_as
 from flysurgery.fidelity import Progress, Settings, measure_fidelity
 from flysurgery.fidelity import reconstruct as reconstruct_blocks
-from flysurgery.surgery.change import (
-    Dense,
-    build_empty,
-    changing,
-    convert,
-    converted_layers,
-    dense_layer,
-    plan_of,
-    refuse_converted,
-    refuse_optimized,
-    swap,
-    unconvert,
-)
+from flysurgery.surgery import change
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Plan
 from flysurgery.surgery.projecting import project_calibrated_layers, project_layers
 from flysurgery.surgery.report import Report, Row
-from flysurgery.walker import (
-    CONVOLUTIONS,
-    Cut,
-    Switch,
-    find_cuts,
-    is_hooked,
-    module_obstacles,
-    modules_with_separated,
-    shadow,
-    survey,
-)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -110,8 +88,8 @@ def apply(
         modules, rows, calibration, permutations = project_calibrated_layers(
             plan, model, dense, taken, sequential=sequential, permute=permute, progress=progress
         )
-    with changing(model):
-        convert(model, plan, modules)
+    with change.changing(model):
+        change.convert(model, plan, modules)
         if verify:
             check_runs(plan, model)
         if taken is not None and twin is not None:
@@ -150,20 +128,20 @@ def densify(model: nn.Module) -> int:
         SurgeryError: the model has no converted layer, is itself one, which cannot be replaced in place, or is optimized; or a layer has
             hooks, which a dense one in its place would lose.
     """
-    refuse_optimized(model)
-    layers = converted_layers(model)
-    if not layers and plan_of(model) is None:
+    change.refuse_optimized(model)
+    layers = change.converted_layers(model)
+    if not layers and change.plan_of(model) is None:
         raise SurgeryError("the model has no converted layer, so there is nothing to densify")
     if "" in layers:
         raise SurgeryError(f"the model is itself a {type(model).__name__} and cannot be replaced in place; put it into a parent module")
-    hooked = [fqn for fqn, layer in layers.items() if any(map(is_hooked, layer.modules()))]
+    hooked = [fqn for fqn, layer in layers.items() if any(map(walker.is_hooked, layer.modules()))]
     if hooked:
         raise SurgeryError(f"{', '.join(hooked[:5])} has hooks, which a dense layer in its place would lose; remove them first")
-    dense = {layer: dense_layer(layer) for layer in dict.fromkeys(layers.values())}
-    with changing(model):
+    dense = {layer: change.dense_layer(layer) for layer in dict.fromkeys(layers.values())}
+    with change.changing(model):
         for fqn, layer in layers.items():
-            swap(model, (fqn,), dense[layer])
-        unconvert(model)
+            change.swap(model, (fqn,), dense[layer])
+        change.unconvert(model)
     return len(dense)
 
 
@@ -178,9 +156,9 @@ def install(plan: Plan, model: nn.Module) -> None:
         PlanError: the plan does not fit the model: a name that it lacks, or other sizes.
     """
     dense = check_plan(plan, model)
-    modules = {layer.fqn: build_empty(layer, dense[layer.fqn]) for layer in plan.replaced}
-    with changing(model):
-        convert(model, plan, modules)
+    modules = {layer.fqn: change.build_empty(layer, dense[layer.fqn]) for layer in plan.replaced}
+    with change.changing(model):
+        change.convert(model, plan, modules)
 
 
 def sample_shape(plan: Plan) -> tuple[int, ...] | None:
@@ -188,7 +166,7 @@ def sample_shape(plan: Plan) -> tuple[int, ...] | None:
     return None if plan.only_input is None else plan.only_input.shape[1:]
 
 
-def _dense_twin(plan: Plan, dense: nn.Module, *, own_tensors: bool) -> tuple[nn.Module, tuple[Cut, ...]]:
+def _dense_twin(plan: Plan, dense: nn.Module, *, own_tensors: bool) -> tuple[nn.Module, tuple[walker.Cut, ...]]:
     """A stand-in for the dense model that stays as the model is now, and where the two can be compared.
 
     With ``own_tensors``, which a reconstruction needs, it shares no parameters with the model.
@@ -196,15 +174,15 @@ def _dense_twin(plan: Plan, dense: nn.Module, *, own_tensors: bool) -> tuple[nn.
     example = example_of(plan, dense)
     if example is None and own_tensors:
         raise SurgeryError("the plan describes no example input to trace the model with, which reconstruction needs; plan with tensors")
-    cuts = () if example is None else find_cuts(survey(dense, example))
-    return (copy.deepcopy(shadow(dense)) if own_tensors else shadow(dense)), cuts
+    cuts = () if example is None else walker.find_cuts(walker.survey(dense, example))
+    return (copy.deepcopy(walker.shadow(dense)) if own_tensors else walker.shadow(dense)), cuts
 
 
 def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_plan(plan: Plan, model: nn.Module) -> dict[str, Dense]:
+def check_plan(plan: Plan, model: nn.Module) -> dict[str, change.Dense]:
     """Hold a plan against a model, whose weights may live on meta, and give the layers that it replaces.
 
     Raises:
@@ -214,10 +192,10 @@ def check_plan(plan: Plan, model: nn.Module) -> dict[str, Dense]:
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"expected a plan and then a model, got {type(plan).__name__} and {type(model).__name__}")
-    refuse_converted(model)
+    change.refuse_converted(model)
     if not plan.replaced:
         raise PlanError("the plan replaces nothing; make one that does")
-    modules = modules_with_separated(model, [layer.fqn for layer in plan.replaced])
+    modules = walker.modules_with_separated(model, [layer.fqn for layer in plan.replaced])
     names: dict[nn.Module, list[str]] = {}
     for fqn, module in modules.items():
         names.setdefault(module, []).append(fqn)
@@ -225,7 +203,7 @@ def check_plan(plan: Plan, model: nn.Module) -> dict[str, Dense]:
     for module in names:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, []).append(module)
-    found: dict[str, Dense] = {}
+    found: dict[str, change.Dense] = {}
     for layer in plan.replaced:
         module = modules.get(layer.fqn)
         if module is None or not layer.fqn:
@@ -242,7 +220,7 @@ def check_plan(plan: Plan, model: nn.Module) -> dict[str, Dense]:
     return found
 
 
-def check_weights(layers: Mapping[str, Dense]) -> None:
+def check_weights(layers: Mapping[str, change.Dense]) -> None:
     """See that every weight to project is there and finite.
 
     Raises:
@@ -274,7 +252,7 @@ def check_runs(plan: Plan, model: nn.Module) -> None:
         ran.add(module)
 
     modules = {layer.fqn: model.get_submodule(layer.fqn) for layer in plan.replaced}
-    devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
+    devices = {parameter.device.index for parameter in model.parameters() if parameter.is_cuda}
     with ExitStack() as hooks:
         for module in modules.values():
             hooks.enter_context(module.register_forward_hook(note))
@@ -312,14 +290,12 @@ def _input(example: ExampleInput, model: nn.Module) -> Tensor:
     return torch.randn(example.shape, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
 
 
-def _checked_dense(layer: LayerPlan, module: nn.Module) -> Dense:
+def _checked_dense(layer: LayerPlan, module: nn.Module) -> change.Dense:
     where = f"layer {layer.fqn}"
-    if layer.conv:
-        if not isinstance(module, CONVOLUTIONS):
-            raise PlanError(f"{where}: expected a 1x1 convolution, the model has a {type(module).__name__}")
-    elif not isinstance(module, nn.Linear):
-        raise PlanError(f"{where}: expected an nn.Linear, the model has a {type(module).__name__}")
-    for obstacle in module_obstacles(module):
+    if not isinstance(module, walker.CONVOLUTIONS if layer.conv else nn.Linear):
+        expected = "a 1x1 convolution" if layer.conv else "an nn.Linear"
+        raise PlanError(f"{where}: expected {expected}, the model has a {type(module).__name__}")
+    for obstacle in walker.module_obstacles(module):
         raise PlanError(f"{where}: {obstacle.text}; change that first, or exclude the layer")
     shape = tuple(module.weight.shape[:2])
     if shape != (layer.out_features, layer.in_features):
@@ -332,7 +308,7 @@ def _checked_dense(layer: LayerPlan, module: nn.Module) -> Dense:
     return module
 
 
-def _check_switch(switch: Switch, modules: dict[str, nn.Module]) -> None:
+def _check_switch(switch: walker.Switch, modules: dict[str, nn.Module]) -> None:
     where = f"the plan sets {switch.module_fqn}.{switch.attribute}"
     module = modules.get(switch.module_fqn)
     if module is None or not hasattr(module, switch.attribute):

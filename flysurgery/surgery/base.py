@@ -44,9 +44,7 @@ def find_base(model: nn.Module, base: str | None, base_args: Mapping[str, Any] |
         return f"transformers:{type(model).__name__}", transformers_arguments(model.config.to_dict()) | given  # pyright: ignore
     config = getattr(model, "pretrained_cfg", None) or {}
     architecture, tag = config.get("architecture"), config.get("tag")
-    if not architecture:
-        return None, given
-    found = _as_json(_timm_arguments(model, config))
+    found = _as_json(_timm_arguments(model, config)) if architecture else None
     if found is None:
         return None, given
     return f"{architecture}.{tag}" if tag else architecture, found | given

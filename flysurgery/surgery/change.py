@@ -4,13 +4,13 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import SurgeryError
-from flysurgery.factors import factors_to_dense
 from flysurgery.inference import is_optimized
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
 from flysurgery.surgery.base import ENTRY_POINT, is_of_timm, is_of_transformers, quantization_entry
@@ -116,11 +116,10 @@ def prepare(model: nn.Module, plan: Plan) -> set[SeparateAttention]:
 
 def unconvert(model: nn.Module) -> None:
     """Join separate attentions, set the switches back and take the plan off the model."""
-    plan, modules = plan_of(model), dict(model.named_modules(remove_duplicate=False))
-    joined = {each: each.joined() for each in modules.values() if isinstance(each, SeparateAttention)}
-    for fqn, module in modules.items():
-        if isinstance(module, SeparateAttention):
-            swap(model, (fqn,), joined[module])
+    plan = plan_of(model)
+    for attention in [each for each in model.modules() if isinstance(each, SeparateAttention)]:
+        fqns = [fqn for fqn, each in model.named_modules(remove_duplicate=False) if each is attention]
+        swap(model, fqns, attention.joined())
     _switch(model, vars(model).pop(SWITCHES_BEFORE, ()))
     vars(model).pop(PLAN, None)
     described: Any = model
@@ -154,6 +153,13 @@ def _switch(model: nn.Module, switches: Iterable[Switch]) -> None:
         setattr(model.get_submodule(each.module_fqn), each.attribute, each.value)
 
 
+def draw_anew(model: nn.Module) -> None:
+    """Draw the weights of every linear and converted layer of ``model``, which ``install`` leaves without values."""
+    for module in model.modules():
+        if isinstance(module, ButterflyLinear | nn.Linear):
+            module.reset_parameters()
+
+
 def matrix_of(dense: Dense, part: Part) -> Tensor:
     """The rows of the weight that are one part; shape (rows, in_features), without a copy."""
     return dense.weight.detach()[part.start : part.stop].flatten(1)
@@ -184,40 +190,29 @@ def dense_layer(layer: ButterflyLinear | SplitLinear) -> nn.Module:
 
     Device, mode and ``requires_grad`` stay; the parts of a split layer become one matrix again.
     """
-    parts: list[ButterflyLinear | nn.Linear] = list(layer.children()) if isinstance(layer, SplitLinear) else [layer]  # pyright: ignore
-    biases = [part.bias for part in parts if part.bias is not None]
-    axes = layer.axes if isinstance(layer, ButterflyConv) else 0
+    like = next(layer.parameters())
+    wide = copy.deepcopy(layer).requires_grad_(False).to(torch.float32 if like.device.type == "mps" else torch.float64)
+    weight, bias = wide.weight.to(like.dtype), wide.bias
+    axes = weight.dim() - 2
     kind, kernel = (nn.Linear, ()) if axes == 0 else ((nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1], (1,))
-    new = kind(layer.in_features, layer.out_features, *kernel, bias=bool(biases), device="meta")
-    trains = any(parameter.requires_grad for part in parts for name, parameter in part.named_parameters() if name != "bias")
-    new.weight = nn.Parameter(torch.cat([_product(part) for part in parts])[(..., *(None,) * axes)], requires_grad=trains)
-    if biases:
-        rows = [biases[0].new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
-        new.bias = nn.Parameter(torch.cat(rows), requires_grad=any(bias.requires_grad for bias in biases))
+    new = kind(layer.in_features, layer.out_features, *kernel, bias=bias is not None, device="meta")
+    trained = {name.rpartition(".")[2] == "bias" for name, parameter in layer.named_parameters() if parameter.requires_grad}
+    new.weight = nn.Parameter(weight, requires_grad=False in trained)
+    if bias is not None:
+        new.bias = nn.Parameter(bias.to(like.dtype), requires_grad=True in trained)
     return new.train(layer.training)
 
 
 def _part(part: Part, dense: Dense, weights: Sequence[Tensor]) -> ButterflyLinear | nn.Linear:
     parameters = [nn.Parameter(weight, requires_grad=dense.weight.requires_grad) for weight in weights]
     has_bias = dense.bias is not None
-    new: ButterflyLinear | nn.Linear
     if part.architecture is None:  # of a convolution, all rows are one part
-        new = nn.Linear(dense.weight.shape[1], part.stop - part.start, bias=has_bias, device="meta")
+        new: ButterflyLinear | nn.Linear = nn.Linear(dense.weight.shape[1], part.stop - part.start, bias=has_bias, device="meta")
         new.weight = parameters[0]
     else:
-        if isinstance(dense, nn.Linear):
-            new = ButterflyLinear(part.architecture, bias=has_bias, device="meta")
-        else:
-            new = ButterflyConv(part.architecture, bias=has_bias, axes=len(dense.kernel_size), device="meta")
+        kind = ButterflyLinear if isinstance(dense, nn.Linear) else partial(ButterflyConv, axes=len(dense.kernel_size))
+        new = kind(part.architecture, bias=has_bias, device="meta")
         new.factors = nn.ParameterList(parameters)
     if dense.bias is not None:
         new.bias = nn.Parameter(dense.bias.detach()[part.start : part.stop].clone(), requires_grad=dense.bias.requires_grad)
     return new
-
-
-def _product(part: ButterflyLinear | nn.Linear) -> Tensor:
-    if isinstance(part, nn.Linear):
-        return part.weight.detach()
-    factors = [factor.detach() for factor in part.factors]
-    wide = torch.float32 if factors[0].device.type == "mps" else torch.float64
-    return factors_to_dense([factor.to(wide) for factor in factors]).to(factors[0].dtype)

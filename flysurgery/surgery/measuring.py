@@ -19,10 +19,10 @@ from flysurgery.inference import clock
 from flysurgery.inference.find_groups import Findings, find_groups
 from flysurgery.inference.optimize import MEASURED_IMAGES, optimize
 from flysurgery.inference.replacement import Candidate, find_replacements
-from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture
 from flysurgery.surgery.allocation import DENSE, Allocation, Picks, check_budget, named_candidates, prepare
 from flysurgery.surgery.apply import install
+from flysurgery.surgery.change import draw_anew
 from flysurgery.surgery.choices import Measurement, TimedChoice, TimedGroup, Tradeoff
 from flysurgery.surgery.plan import LayerPlan, Plan
 from flysurgery.walker import separating, shadow, shape_of
@@ -212,12 +212,9 @@ def random_variant(plan: Plan, model: nn.Module) -> nn.Module:
     if not plan.replaced:
         return double
     install(plan, double)
-    devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng({parameter.device.index for parameter in model.parameters() if parameter.is_cuda}):
         for layer in plan.replaced:
-            for part in double.get_submodule(layer.fqn).modules():
-                if isinstance(part, ButterflyLinear | nn.Linear):
-                    part.reset_parameters()
+            draw_anew(double.get_submodule(layer.fqn))
     return double
 
 

@@ -1,5 +1,6 @@
 """Put features that several layers share in an order that suits all of these layers: hidden units, heads, and entries of heads."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
@@ -126,17 +127,14 @@ def _apart(waiting: Mapping[int, Shared]) -> dict[int, Shared]:
     return apart
 
 
+@torch.no_grad()
 def _reordered(linear: nn.Linear, order: Tensor, *, columns: bool) -> nn.Linear:
     """A copy with its rows and bias, or its columns, in another order."""
-    new = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-    for name, parameter in linear.named_parameters():
-        value = parameter.detach()
-        if not columns:
-            value = value[order.to(value.device)]
-        elif name == "weight":
-            value = value[:, order.to(value.device)]
-        setattr(new, name, nn.Parameter(value.clone(), requires_grad=parameter.requires_grad))
-    return new.train(linear.training)
+    new, order = copy.deepcopy(linear), order.to(linear.weight.device)
+    new.weight.copy_(linear.weight.index_select(int(columns), order))
+    if linear.bias is not None and not columns:
+        new.bias.copy_(linear.bias[order])
+    return new
 
 
 def _architectures(layer: LayerPlan, member: Member) -> tuple[tuple[slice, Architecture], ...] | None:

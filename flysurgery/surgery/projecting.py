@@ -209,10 +209,8 @@ def _module(layer: LayerPlan, dense: Dense, fits: Sequence[PartFit]) -> nn.Modul
 
 
 def _row(layer: LayerPlan, dense: Dense, fits: Sequence[PartFit], *, calibrated: bool) -> Row:
-    lost = 0.0
-    for part, fit in zip(layer.parts, fits, strict=True):
-        if fit.projection is not None:
-            lost += (fit.projection.relative_error * _norm(matrix_of(dense, part))) ** 2
+    found = [(fit.projection, part) for fit, part in zip(fits, layer.parts, strict=True)]
+    lost = sum((each.relative_error * _norm(matrix_of(dense, part))) ** 2 for each, part in found if each is not None)
     norm = _norm(dense.weight.detach())
     error = sqrt(lost) / norm if norm else 0.0
     calibration = None

@@ -5,24 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from flysurgery import tables
 from flysurgery.errors import Reason
 from flysurgery.fidelity import ENOUGH, Fidelity, Reconstruction
 from flysurgery.surgery.choices import Measurement, Tradeoff
 from flysurgery.surgery.plan import LayerPlan
 from flysurgery.surgery.serial import as_json
-from flysurgery.tables import (
-    Columns,
-    blocks_of_text,
-    changes_table,
-    count_row,
-    grouped,
-    kept_table,
-    layer_table,
-    layer_totals,
-    replaced_table,
-    text_table,
-    total,
-)
 
 TOP_CLASS = "same top class"
 
@@ -159,10 +147,10 @@ class Report:
         return {
             "layers": len(self.rows),
             "replaced": len(self.replaced),
-            "replaced_params_before": total(self.replaced, "params_before"),
-            "replaced_params_after": total(self.replaced, "params_after"),
-            "linear_flops_before": total(self.rows, "flops_before"),
-            "linear_flops_after": total(self.rows, "flops_after"),
+            "replaced_params_before": tables.total(self.replaced, "params_before"),
+            "replaced_params_after": tables.total(self.replaced, "params_after"),
+            "linear_flops_before": tables.total(self.rows, "flops_before"),
+            "linear_flops_after": tables.total(self.rows, "flops_after"),
             "model_params_before": self.model_params_before,
             "model_params_after": self.model_params_after,
             "seconds": self.seconds,
@@ -184,32 +172,35 @@ class Report:
     def __str__(self) -> str:
         head = f"replaced {len(self.replaced)} of {len(self.rows)} linear layers in {self.seconds:.1f} s"
         head += ", and one forward called each" if self.verified else ", not verified by a forward"
-        changes = [count_row("parameters of the model", self.model_params_before, self.model_params_after), *layer_totals(self.rows)]
+        changes = [
+            tables.count_row("parameters of the model", self.model_params_before, self.model_params_after),
+            *tables.layer_totals(self.rows),
+        ]
         if self.fidelity is not None:
             done = self.reconstruction
             changes += fidelity_rows(self.fidelity, done and done.before, ", projected and reconstructed" if done else "")
         noted = [row for row in self.replaced if row.calibration is not None and row.calibration.note is not None]
-        return blocks_of_text(
+        return tables.blocks_of_text(
             head,
-            replaced_table("replaced", self.rows, RESULTS if self.calibration is None else OUTPUT_RESULTS),
-            kept_table(self.rows),
-            changes_table("total", changes),
+            tables.replaced_table("replaced", self.rows, RESULTS if self.calibration is None else OUTPUT_RESULTS),
+            tables.kept_table(self.rows),
+            tables.changes_table("total", changes),
             *self.remarks,
             self.calibration,
-            layer_table("as projected", noted, lambda row: (row.role, row.calibration.note), NOTE),
+            tables.layer_table("as projected", noted, lambda row: (row.role, row.calibration.note), NOTE),
             _permutation_tables(self.permutations),
             self.tradeoff,
             self.measurement,
         )
 
 
-RESULTS: Columns = {"worst error": lambda rows: f"{max(row.relative_error for row in rows):.3f}"}
-OUTPUT_RESULTS: Columns = {
+RESULTS: tables.Columns = {"worst error": lambda rows: f"{max(row.relative_error for row in rows):.3f}"}
+OUTPUT_RESULTS: tables.Columns = {
     "output error": lambda rows: f"{max(row.calibration.output_error for row in rows):.3f}",
     "plain error": lambda rows: f"{max(row.calibration.plain_output_error for row in rows):.3f}",
 }
 """Those of calibrated layers: the error of their outputs, beside that of the plain projection."""
-NOTE: Columns = {"role": lambda rows: rows[0].role, "why": lambda rows: rows[0].calibration.note}
+NOTE: tables.Columns = {"role": lambda rows: rows[0].role, "why": lambda rows: rows[0].calibration.note}
 
 
 def _permutation_tables(permutations: Sequence[Permutation]) -> str:
@@ -223,11 +214,11 @@ def _permutation_tables(permutations: Sequence[Permutation]) -> str:
         before, after = (sum(getattr(layer, name) for _, layer in found) / len(found) for name in ("before", "after"))
         moved.append((what, role, f"{sum(is_moved for is_moved, _ in found)} of {len(found)}", f"{before:.4f}", f"{after:.4f}"))
     tied = [(each.linears[0], what, why) for each in permutations for what, why in each.tied.items()]
-    alike = grouped(tied, lambda each: each[0], lambda each: each[1:])
+    alike = tables.grouped(tied, lambda each: each[0], lambda each: each[1:])
     stayed = [(name, str(len(members)), *members[0][1:]) for name, members in alike]
-    return blocks_of_text(
-        moved and text_table(MOVED, moved, right=MOVED[2:]),
-        stayed and text_table(STAYED, stayed, right=("n",)),
+    return tables.blocks_of_text(
+        moved and tables.text_table(MOVED, moved, right=MOVED[2:]),
+        stayed and tables.text_table(STAYED, stayed, right=("n",)),
     )
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from flysurgery import surgery
 from flysurgery.bench.ceilings import work_of
-from flysurgery.bench.variants import by_definition, dense_copy
+from flysurgery.bench.variants import by_definition
 from flysurgery.calibration import Samples, inputs_of
 from flysurgery.checkpoint import build_base
 from flysurgery.errors import FlysurgeryError, OptionError
@@ -53,6 +53,7 @@ def test_output_errors_are_those_of_the_layers() -> None:
 def test_parts_are_in_eval_mode_and_have_fewer_operations_than_dense(protocol: str) -> None:
     """In training mode ``optimize`` would leave them as they are. The model's blocks have 3 hidden units a feature."""
     from vit_units import parts
+    from vits import dense_copy
 
     found = parts(protocol, "test_vit", "monarch")
     for unit in found.values():
