@@ -42,18 +42,17 @@ PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x0
 def open_regular(file: Path) -> Iterator[BinaryIO]:
     """Open a regular file to read bytes; symbolic links are followed. Never waits, and opens no device.
 
-    Raises FileNotFoundError, or a CheckpointError where it is a folder, a pipe or the like, or the system refuses.
+    Raises FileNotFoundError, or a CheckpointError where it is a folder, a pipe or the like, or the system refuses, then or inside.
     """
     try:
         _check_regular(file, file.stat().st_mode)
-        descriptor = os.open(file, FLAGS)
+        with os.fdopen(os.open(file, FLAGS), "rb") as handle:
+            _check_regular(file, os.fstat(handle.fileno()).st_mode)  # it may have been replaced in between
+            yield handle
     except (FileNotFoundError, CheckpointError):
         raise
     except (OSError, ValueError) as error:  # ValueError for a name that no file can have
         raise CheckpointError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    with os.fdopen(descriptor, "rb") as handle:
-        _check_regular(file, os.fstat(descriptor).st_mode)  # it may have been replaced in between
-        yield handle
 
 
 def _check_regular(file: Path, mode: int) -> None:
@@ -73,8 +72,6 @@ def read_json(file: Path) -> Any:
             raise CheckpointError(f"{file} has {size:,} bytes, and at most {MAX_JSON_BYTES:,} are read; restore it")
         try:
             return parse_json(handle.read(MAX_JSON_BYTES).decode("utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
         except ValueError as error:
             raise CheckpointError(f"{file} cannot be read as JSON: {error}; copy it again") from error
 
