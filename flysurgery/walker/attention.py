@@ -170,7 +170,6 @@ def separating(model: nn.Module) -> Callable[[nn.Module], None]:
         names = separated(model).keys()
         for fqn, new in separated(double).items():
             if fqn in names:
-                parent, _, name = fqn.rpartition(".")
-                double.get_submodule(parent)._modules[name] = new
+                double.set_submodule(fqn, new)
 
     return separate

@@ -148,17 +148,12 @@ class Owners:
         return self._first_name[id(module)]
 
     def further_names(self, fqn: str) -> tuple[str, ...]:
-        """The other names of the module of that first name."""
-        module = self.modules[fqn]
-        return tuple(name for name, other in self.modules.items() if other is module and name != fqn)
+        """The other names of the module of that first name; none of what is no module."""
+        return tuple(name for name, other in self.modules.items() if other is self.modules.get(fqn) and name != fqn)
 
     def holders(self, parameter_fqn: str) -> list[str]:
         """First names of the nn.Linear modules and convolutions that hold this parameter as their weight."""
-        return self._holders.get(id(self._parameters[parameter_fqn]), [])
-
-    def is_tied(self, fqn: str) -> bool:
-        """Whether another module holds the same weight parameter."""
-        return len(self._holders.get(id(self.modules[fqn]._parameters.get("weight")), [])) > 1
+        return self._holders.get(id(self._parameters.get(parameter_fqn)), [])
 
     def innermost(self, node: Node) -> str | None:
         """First name of the module in whose forward the node ran."""
@@ -204,14 +199,8 @@ class Call:
     bias: bool
 
 
-def find_calls(trace: Trace, owners: Owners) -> list[Call]:
-    """Every multiplication by a parameter, in the order of execution."""
-    calls = (_call(trace, owners, node) for node in trace.graph.nodes)
-    return [call for call in calls if call is not None]
-
-
-def _call(trace: Trace, owners: Owners, node: Node) -> Call | None:
-    """What the node multiplies, where it multiplies rows by a matrix that comes from a parameter."""
+def call_of(trace: Trace, owners: Owners, node: Node) -> Call | None:
+    """What the node multiplies; None unless it multiplies rows by a matrix that comes from a parameter."""
     name, is_conv = name_of(node), name_of(node) in CONVOLUTION
     first, second, third = (*node.args, None, None, None)[:3]
     if name == "linear" or is_conv:

@@ -19,10 +19,9 @@ from flysurgery.walker.linears import (
     Obstacle,
     Owners,
     Role,
-    Slice,
     Switch,
     Target,
-    find_calls,
+    call_of,
     module_obstacles,
     read_elsewhere,
     set_switches,
@@ -69,7 +68,7 @@ def survey(model: nn.Module, example: Example | None = None, *, prepare: Callabl
         prepare(double)
     switches = set_switches(double)
     traced, owners = trace(double, inputs), Owners(double)
-    calls = find_calls(traced, owners)
+    calls = [call for node in traced.graph.nodes if (call := call_of(traced, owners, node)) is not None]
     dataflow = Dataflow(traced, calls)
     judge = _Judge(traced, dataflow, _samples(inputs, calls))
     return Survey(double, inputs, traced, owners, calls, {call.node: judge.verdict(call) for call in calls}, dataflow, switches)
@@ -122,8 +121,9 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
     for fqn, group in grouped.items():
         call = min(group, key=lambda call: ROLES.index(roles[call.node]))
         role, verdict = roles[call.node], seen.verdicts[call.node]
-        is_raw, module = call.kind == "raw", modules.get(fqn)
+        module = modules.get(fqn)
         found = [OBSTACLES[verdict]] if verdict in OBSTACLES else []
+        splits = {split_of(member, seen.dataflow) for member in group} if role == "qkv" else set()
         targets.append(
             Target(
                 fqn=fqn,
@@ -134,8 +134,8 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
                 calls=len(group),
                 rows=sum(member.rows for member in group),
                 obstacles=(*found, *_weight_obstacles(call, module, owners, fqn in read)),
-                split=_common_split(group, seen.dataflow) if role == "qkv" else None,
-                aliases=() if is_raw else owners.further_names(fqn),
+                split=splits.pop() if len(splits) == 1 else None,  # on which all calls agree
+                aliases=owners.further_names(fqn),
                 switches=(
                     *((seen.switches[fqn],) if fqn in seen.switches and fqn not in read else ()),
                     *(Switch(each, "use_nested_tensor", False) for each in nested if not each or fqn.startswith(f"{each}.")),
@@ -148,15 +148,9 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
 def _weight_obstacles(call: Call, module: Any, owners: Owners, is_read: bool) -> list[Obstacle]:
     if call.kind == "raw":
         return [OBSTACLES["raw-weight"]]
-    after = {"tied": owners.is_tied(call.fqn), "weight-read": is_read}
+    after = {"tied": len(owners.holders(f"{call.fqn}.weight")) > 1, "weight-read": is_read}
     found = [OBSTACLES["conv1x1"]] if call.kind == "conv" else []
     return [*found, *module_obstacles(module), *(OBSTACLES[code] for code, is_there in after.items() if is_there)]
-
-
-def _common_split(group: Iterable[Call], dataflow: Dataflow) -> tuple[Slice, ...] | None:
-    """The split on which all calls of a module agree."""
-    splits = {split_of(call, dataflow) for call in group}
-    return splits.pop() if len(splits) == 1 else None
 
 
 def _idle(model: nn.Module, owners: Owners, used: Collection[str]) -> list[Target]:
