@@ -74,9 +74,10 @@ def autotune(
 
 
 def _step(network: nn.Module, batch: int, arithmetic: str, train: bool) -> None:
-    """One forward, and backward if asked for, in an arithmetic, with PyTorch's switches as they were afterwards."""
+    """One forward, and backward if asked for, in an arithmetic."""
     import torch
 
+    from flysurgery.bench import in_mode
     from flysurgery.walker import example_input
 
     example = example_input(network)
@@ -84,12 +85,8 @@ def _step(network: nn.Module, batch: int, arithmetic: str, train: bool) -> None:
         raise OptionError("expected a model of images in one tensor, got one that takes a list of images, which has no batch size")
     images = example[:1].expand(batch, *example.shape[1:]).contiguous()
     half = getattr(torch, arithmetic) if arithmetic in ("float16", "bfloat16") else None
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if arithmetic == "tf32" else "highest")
-    try:
-        with torch.set_grad_enabled(train), torch.autocast("cuda", dtype=half, enabled=half is not None):
+    with in_mode("tf32" if arithmetic == "tf32" else "fp32"), torch.set_grad_enabled(train):
+        with torch.autocast("cuda", dtype=half, enabled=half is not None):
             output = network(images)
         if train:
             output.float().sum().backward()
-    finally:
-        torch.set_float32_matmul_precision(before)

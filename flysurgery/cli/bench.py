@@ -18,7 +18,7 @@ from flysurgery.tables import text_table
 if TYPE_CHECKING:
     import torch
 
-    from flysurgery.bench import Protocol, Sheet
+    from flysurgery.bench import Sheet
 
 app = typer.Typer(cls=Group, help="Measure speed: times and ratios to dense, taken in one run.")
 
@@ -84,14 +84,14 @@ def multiply(
     as_json: options.Json = False,
 ) -> None:
     """Time every backend on the layers of a transformer block."""
-    from flysurgery.bench import modes_of
+    from flysurgery.bench import Protocol, modes_of
     from flysurgery.bench import multiply as multiplying
     from flysurgery.bench.rows import typed
     from flysurgery.cli.tables import show
 
     target = prepare(device, threads)
     modes = modes_of(mode, target)
-    protocol = protocol_of(launch, rounds, seed, quick=quick, seconds=0.2 if quick else 1.0)
+    protocol = Protocol(launch, rounds or (7 if quick else 30), 0.2 if quick else 1.0, seed)
     count = rows or (QUICK_ROWS if quick else ROWS)
     with bench_run(target, multiplying.MULTIPLY_COLUMNS, out, fresh=fresh) as sheet:
         for name in modes:
@@ -126,8 +126,8 @@ def model(
     as_json: options.Json = False,
 ) -> None:
     """Say whether conversion makes MODEL faster on this machine, and which layers should stay dense; needs no weights."""
+    from flysurgery.bench import Protocol, modes_of, rows_of_case
     from flysurgery.bench import model as models
-    from flysurgery.bench import modes_of, rows_of_case
     from flysurgery.bench.rows import typed
     from flysurgery.cli.source import find_dense
     from flysurgery.cli.tables import show
@@ -138,7 +138,7 @@ def model(
         raise OptionError(f"bench model takes one mode at a time, got {mode}")
     source = find_dense(model, base=base, model_args=model_args)
     plan = source.plan(source.skeleton(), arch, context.params)
-    protocol = protocol_of(launch, rounds, seed, quick=quick, seconds=0.1 if quick else 0.5).on(target)
+    protocol = Protocol(launch, rounds or (7 if quick else 30), 0.1 if quick else 0.5, seed).on(target)
     name = ", ".join((source.name, *(f"{name}={value}" for name, value in options.model_arguments(model_args).items())))
     settings = models.ModelSettings(name, target, batch, precision, search=not quick, optimized=optimized, protocol=protocol)
     groups, whole = models.groups_of(plan), models.whole_head(settings, plan)
@@ -165,13 +165,6 @@ def prepare(device: str | None, threads: int | None) -> torch.device:
     if threads is not None:
         torch.set_num_threads(threads)
     return target
-
-
-def protocol_of(launch: str, rounds: int | None, seed: int, *, quick: bool, seconds: float) -> Protocol:
-    """How each candidate is timed, in so many seconds at most."""
-    from flysurgery.bench import Protocol
-
-    return Protocol(launch, rounds or (7 if quick else 30), seconds, seed)
 
 
 @contextmanager

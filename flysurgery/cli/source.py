@@ -11,21 +11,8 @@ import timm
 import torch
 from torch import nn
 
+from flysurgery import checkpoint as storage
 from flysurgery import surgery
-from flysurgery.checkpoint import (
-    PROCESSOR,
-    TRANSFORMERS,
-    build_base,
-    check_base,
-    describe_images,
-    is_converted,
-    load,
-    load_dense,
-    load_weights,
-    read_json,
-    transformers_class,
-    vouch_for_weights,
-)
 from flysurgery.cli.options import choices_of, model_arguments, names
 from flysurgery.errors import CheckpointError, ModelError, OptionError, first_line, raised_as
 
@@ -57,9 +44,9 @@ class Dense:
     def skeleton(self) -> nn.Module:
         """The model for its shapes: on the meta device, in well under a second for most; one that reads its own numbers, on the CPU."""
         try:
-            return build_base(*self.described(), device="meta")
+            return storage.build_base(*self.described(), device="meta")
         except ModelError:
-            return build_base(*self.described())
+            return storage.build_base(*self.described())
 
     def plan(self, skeleton: nn.Module, arch: str, options: Mapping[str, Any]) -> surgery.Plan:
         """The plan for the ``skeleton`` by those of a verb's options that choose layers and architectures."""
@@ -91,7 +78,7 @@ class Constructor(Dense):
     weights: Path | None
 
     def __post_init__(self) -> None:
-        check_base(self.base)
+        storage.check_base(self.base)
 
     def check_weights(self, *, pretrained: bool) -> None:
         if pretrained and self.weights is None:
@@ -107,11 +94,11 @@ class Constructor(Dense):
                 model = timm.create_model(self.base, pretrained=True, **self.base_args)
             except (OSError, RuntimeError, TypeError, ValueError) as error:
                 raise ModelError(_instead(f"the weights of {self.base} could not be loaded ({first_line(error)})")) from error
-            vouch_for_weights(model)
+            storage.vouch_for_weights(model)
             return model
-        model = build_base(self.base, self.base_args)
+        model = storage.build_base(self.base, self.base_args)
         if self.weights is not None:
-            load_weights(model, self.weights)
+            storage.load_weights(model, self.weights)
         return model
 
 
@@ -124,7 +111,7 @@ class DenseFolder(Dense):
 
     @cached_property
     def _opened(self) -> tuple[nn.Module, str, dict[str, Any]]:
-        return load_dense(self.folder)
+        return storage.load_dense(self.folder)
 
     def described(self) -> Described:
         return self._opened[1:]
@@ -147,7 +134,7 @@ class ConvertedFolder:
         """Nothing to do: the weights are here."""
 
     def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
-        return load(self.folder, device=device)
+        return storage.load(self.folder, device=device)
 
 
 @dataclass(frozen=True)
@@ -165,21 +152,21 @@ class TransformersModel(Dense):
 
     def skeleton(self) -> nn.Module:
         model = super().skeleton()
-        describe_images(model, self._processor)
+        storage.describe_images(model, self._processor)
         return model
 
     def _built(self, *, pretrained: bool) -> nn.Module:
         base, arguments = self._base
         if not pretrained:
-            model = build_base(base, arguments)
+            model = storage.build_base(base, arguments)
         else:
-            found = transformers_class(base.partition(":")[2])
+            found = storage.transformers_class(base.partition(":")[2])
             with raised_as(ModelError, f"the weights of {self.where} could not be loaded"):
                 model, problems = found.from_pretrained(str(self.where), output_loading_info=True)
             missing = sorted(map(str, problems["missing_keys"]))
             if missing:
                 raise ModelError(f"{self.where} does not hold all weights of {found.__name__}: it lacks {', '.join(missing[:3])}")
-        describe_images(model, self._processor)
+        storage.describe_images(model, self._processor)
         return model
 
     @cached_property
@@ -209,7 +196,7 @@ class TransformersModel(Dense):
         named = config.architectures or []
         if len(named) != 1:
             raise ModelError(f"the configuration of {self.where} must name one class in 'architectures', got {named}")
-        transformers_class(named[0])
+        storage.transformers_class(named[0])
         return f"transformers:{named[0]}", surgery.transformers_arguments(config.to_dict())
 
     @cached_property
@@ -218,8 +205,8 @@ class TransformersModel(Dense):
         from transformers.utils.hub import cached_file
 
         try:
-            file = cached_file(str(self.where), PROCESSOR, _raise_exceptions_for_missing_entries=False)
-            return {} if file is None else read_json(Path(file))
+            file = cached_file(str(self.where), storage.PROCESSOR, _raise_exceptions_for_missing_entries=False)
+            return {} if file is None else storage.read_json(Path(file))
         except OSError:  # there is none
             return {}
 
@@ -238,7 +225,7 @@ def find(text: str, *, base: str | None = None, model_args: list[str] | None = N
         raise CheckpointError(f"--checkpoint names no file: {checkpoint}")
     if path.is_dir():
         _refuse_options(path, {"--model-args": arguments, "--checkpoint": checkpoint, "--base": base})
-        kind = ConvertedFolder if is_converted(path) else TransformersModel if _names_transformers(path) else DenseFolder
+        kind = ConvertedFolder if storage.is_converted(path) else TransformersModel if _names_transformers(path) else DenseFolder
         return kind(path.resolve().name, path)
     if path.is_file():
         if base is None:
@@ -247,7 +234,7 @@ def find(text: str, *, base: str | None = None, model_args: list[str] | None = N
         return Constructor(path.stem, base, arguments, path)
     if base is not None:
         raise OptionError(f"--base goes with a file of weights as MODEL, and there is no file {text}")
-    named = text.removeprefix(TRANSFORMERS)
+    named = text.removeprefix(storage.TRANSFORMERS)
     if named != text and not re.fullmatch(r"[A-Z]\w*", named):
         _refuse_options(path, {"--model-args": arguments, "--checkpoint": checkpoint})
         return TransformersModel(Path(named).name, Path(named))
@@ -282,7 +269,7 @@ def base_of(model: nn.Module, folder: Path) -> Described:
 def _names_transformers(folder: Path) -> bool:
     """Whether a folder holds a dense model as ``save_pretrained`` of transformers writes it."""
     try:
-        config = read_json(folder / "config.json")
+        config = storage.read_json(folder / "config.json")
     except (CheckpointError, FileNotFoundError):
         return False
     return isinstance(config, dict) and isinstance(config.get("model_type"), str) and isinstance(config.get("architectures"), list)

@@ -15,19 +15,7 @@ from torch import Tensor, nn
 from flysurgery.calibration import Pictures, main_output, unchanged_state
 from flysurgery.errors import DataError, raised_as
 from flysurgery.evaluation import Fractals, ImageData, Preparation, digits, load_data, preparation
-from flysurgery.evaluation.data import (
-    DIGITS,
-    MADE,
-    PictureSet,
-    check_not_blank,
-    image_files,
-    labelled_pictures,
-    made,
-    picture_of,
-    read_image,
-    read_many,
-    unlabelled_pictures,
-)
+from flysurgery.evaluation import data as reading
 from flysurgery.finetune.batches import Batches, generated_batches, loaded_batches, viewed_batches
 from flysurgery.finetune.settings import Settings
 from flysurgery.surgery import classes_of
@@ -82,7 +70,7 @@ def training_data(
     elif not folder.is_dir():
         dataset = _named_pictures(str(name), root, "train", wanted.channels)
     elif is_labelled(folder, model) or (_class_folders(folder) and not teacher):
-        dataset = labelled_pictures(_training_part(folder), wanted.channels, skips=True)
+        dataset = reading.labelled_pictures(_training_part(folder), wanted.channels, skips=True)
     elif teacher:
         if classes != 0 and _class_folders(folder):
             _logger.warning("%s has not one folder of images for each class of the model, so it is used without labels", name)
@@ -103,7 +91,7 @@ def held_out_data(name: str | Path, model: nn.Module, *, root: Path | None = Non
     Images without labels need a ``teacher``, and their held-out images have no classes either. Raises DataError where they do not fit.
     """
     folder = Path(name)
-    if str(name) in MADE or not folder.is_dir():
+    if str(name) in reading.MADE or not folder.is_dir():
         return judging_data(name, model, root=root, teacher=teacher)
     apart = _part(folder, HELD_OUT)
     if apart is not None:
@@ -120,15 +108,15 @@ def judging_data(name: str | Path, model: nn.Module, *, root: Path | None = None
     """
     classes, folder, wanted = classes_of(model), Path(name), preparation(model)
     if str(name) == "digits" and classes == 0:
-        dataset = made("digits", "held-out", model, wanted)
+        dataset = reading.made("digits", "held-out", model, wanted)
         return ImageData("digits", dataset, len(dataset), 0)
-    if str(name) not in MADE and not folder.is_dir():
+    if str(name) not in reading.MADE and not folder.is_dir():
         named = _named_pictures(str(name), root, "validation", wanted.channels)
         named.transform = wanted.transform()
         return ImageData(f"{name} validation", named, len(named), 0 if classes == 0 else _classes_in(named) or classes or 0)
-    if str(name) in MADE or not teacher or is_labelled(folder, model):
+    if str(name) in reading.MADE or not teacher or is_labelled(folder, model):
         return load_data(name, model)
-    return _without_classes(folder, image_files(folder), wanted)
+    return _without_classes(folder, reading.image_files(folder), wanted)
 
 
 def is_labelled(folder: Path, model: nn.Module) -> bool:
@@ -147,11 +135,11 @@ def unlabelled_files(folder: Path, *, aside: bool = True) -> tuple[list[Path], l
     Held out is what lies in a folder ``val`` or the like, or else every tenth image. Without ``aside`` all images train.
     """
     apart = _part(folder, HELD_OUT)
-    paths = [path for path in image_files(_training_part(folder)) if apart is None or apart not in path.parents]
+    paths = [path for path in reading.image_files(_training_part(folder)) if apart is None or apart not in path.parents]
     if not aside:
         return paths, []
     if apart is not None:
-        return paths, image_files(apart)
+        return paths, reading.image_files(apart)
     if len(paths) < 2:
         raise DataError(f"{folder} has one image, which cannot both be trained on and be held out; give more images, or --evaluate FOLDER")
     return [path for index, path in enumerate(paths) if index % ASIDE], paths[::ASIDE]
@@ -163,7 +151,7 @@ def read_pictures(paths: Sequence[Path], wanted: Preparation, *, most: int = MOS
     Those that cannot be read are left out, with a warning that names the first of them. Pictures of one colour each are refused.
     """
     images, failed, height, width = list[Tensor](), list[DataError](), 0, 0
-    for each in read_many(lambda path: picture_of(read_image(path, wanted.channels), wanted.size), paths):
+    for each in reading.read_many(lambda path: reading.picture_of(reading.read_image(path, wanted.channels), wanted.size), paths):
         if isinstance(each, DataError):
             failed.append(each)
             continue
@@ -175,16 +163,16 @@ def read_pictures(paths: Sequence[Path], wanted: Preparation, *, most: int = MOS
         raise DataError(f"none of the {len(paths)} images can be read, the first for this reason: {failed[0]}")
     if failed:
         _logger.warning("%s of %s images are left out, the first for this reason: %s", len(failed), len(paths), failed[0])
-    check_not_blank(images)
+    reading.check_not_blank(images)
     return Pictures.of_images(images, wanted.size, wanted.mean, wanted.std)
 
 
-def _digit_pictures(channels: int) -> PictureSet:
+def _digit_pictures(channels: int) -> reading.PictureSet:
     """Give the training part of scikit-learn's digits as pictures of 8x8 pixels, in 1 or 3 equal channels."""
     images, classes = digits("train", (8, 8), mean=[0.0], std=[1.0]).tensors
     grey = (images[:, 0] * 255).round().byte().numpy()
     pictures = [Image.fromarray(pixels).convert("L" if channels == 1 else "RGB") for pixels in grey]
-    return PictureSet(list(zip(pictures, classes.tolist(), strict=True)), Image.Image.copy, DIGITS)
+    return reading.PictureSet(list(zip(pictures, classes.tolist(), strict=True)), Image.Image.copy, reading.DIGITS)
 
 
 def _named_pictures(name: str, root: Path | None, split: str, channels: int) -> Any:
@@ -196,7 +184,9 @@ def _named_pictures(name: str, root: Path | None, split: str, channels: int) -> 
         )
     if root is None:
         raise DataError(f"the data set {name} of timm needs the folder that it is or will be kept in: give --data-root DIR")
-    extra: dict[str, Any] = {"loader": partial(read_image, channels=channels)} if name in ("torch/folder", "torch/image_folder") else {}
+    extra: dict[str, Any] = (
+        {"loader": partial(reading.read_image, channels=channels)} if name in ("torch/folder", "torch/image_folder") else {}
+    )
     mode = "L" if channels == 1 else "RGB"
     with raised_as(DataError, f"{name} cannot be opened as a data set for training"):
         dataset: Any = create_dataset(name, root=str(root), split=split, is_training=split == "train", input_img_mode=mode, **extra)
@@ -215,14 +205,14 @@ def _unlabelled(folder: Path, wanted: Preparation, settings: Settings, *, aside:
         if pictures is not None:
             _check_batch(folder, len(pictures), settings)
             return viewed_batches(pictures, settings, here)
-        dataset = unlabelled_pictures(paths, wanted.channels, skips=True)
+        dataset = reading.unlabelled_pictures(paths, wanted.channels, skips=True)
         return loaded_batches(dataset, wanted, settings, here, crop=VIEW_CROP, flip=0.5, jitter=0.0, in_memory=False)
 
     return TrainingData(str(folder), 0, len(paths), opens, labelled=False)
 
 
 def _without_classes(folder: Path, paths: list[Path], wanted: Preparation) -> ImageData:
-    return ImageData(str(folder), unlabelled_pictures(paths, wanted.channels, wanted.transform()), len(paths), 0)
+    return ImageData(str(folder), reading.unlabelled_pictures(paths, wanted.channels, wanted.transform()), len(paths), 0)
 
 
 def _fractals(wanted: Preparation, classes: int | None, settings: Settings) -> TrainingData:
