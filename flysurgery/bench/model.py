@@ -15,7 +15,7 @@ from flysurgery.bench.timing import TIMED_MODES
 from flysurgery.bench.variants import OPTIMIZED, chosen_backends, definitions, dense_linear, fused_modules
 from flysurgery.errors import OptionError, Reason, first_line
 from flysurgery.patterns import Architecture
-from flysurgery.surgery import LayerPlan, Plan, install, named_candidates, sample_shape
+from flysurgery.surgery import LayerPlan, Plan, install, layer_candidates, sample_shape
 from flysurgery.surgery.change import build_empty, draw_anew
 from flysurgery.tables import grouped
 
@@ -69,17 +69,6 @@ def groups_of(plan: Plan) -> list[Group]:
     return [Group(name, tuple(each.fqn for each in members), members[0]) for name, members in found]
 
 
-def architectures_for(layer: LayerPlan) -> tuple[Architecture, ...]:
-    """List the architectures worth timing for a layer: those that a budget chooses from.
-
-    A layer in parts gets architectures that every part can take; there are none where its parts differ in size.
-    """
-    sizes = {part.stop - part.start for part in layer.parts if part.architecture is not None}
-    if len(sizes) != 1 or any(part.architecture is None for part in layer.parts):
-        return ()
-    return tuple(dict.fromkeys(named_candidates(sizes.pop(), layer.in_features).values()))
-
-
 def layer_head(settings: ModelSettings, group: Group) -> Record:
     """Give what tells the rows of one kind of layer from others."""
     layer = group.layer
@@ -105,7 +94,7 @@ def layer_jobs(groups: Sequence[Group], settings: ModelSettings) -> Iterator[Job
     """
     launch = {"launch": settings.protocol.on(settings.device).launch}
     for group in groups:
-        head, searched = layer_head(settings, group), architectures_for(group.layer) if settings.search else ()
+        head, searched = layer_head(settings, group), list(dict.fromkeys(layer_candidates(group.layer).values())) if settings.search else []
         make = partial(layer_case, group.layer, head["rows"], searched, settings)
         last = str(searched[-1]) if searched else DENSE
         yield head | launch | {"candidate": last}, partial(rows_of_case, head, make, settings.mode, settings.protocol)

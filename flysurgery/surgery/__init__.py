@@ -1,6 +1,6 @@
 """From a model to a plan, from a plan to a converted model with its report, and back to dense."""
 
-from flysurgery.surgery.allocation import PLACEHOLDER, allocate, check_budget, named_candidates
+from flysurgery.surgery.allocation import PLACEHOLDER, allocate, check_budget, layer_candidates
 from flysurgery.surgery.apply import apply, check_calibration, densify, install, sample_shape
 from flysurgery.surgery.base import (
     ENTRY_POINT,

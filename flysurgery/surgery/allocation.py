@@ -214,6 +214,12 @@ def named_candidates(out_features: int, in_features: int) -> dict[str, Architect
     return found
 
 
+def layer_candidates(layer: LayerPlan) -> dict[str, Architecture]:
+    """Those of ``named_candidates`` that every part of a layer can take; none where its parts differ in size."""
+    sizes = {part.stop - part.start for part in layer.parts}
+    return named_candidates(sizes.pop(), layer.in_features) if len(sizes) == 1 else {}
+
+
 def _units(layer: LayerPlan) -> list[Unit]:
     """One unit for all parts of one size."""
     units = []

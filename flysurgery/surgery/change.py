@@ -49,10 +49,12 @@ def refuse_converted(model: nn.Module) -> None:
 
 
 def refuse_optimized(model: nn.Module) -> None:
-    """Raise ``SurgeryError`` for a model whose fused modules refer to the layers that surgery would replace, and for what is no model."""
+    """Raise ``SurgeryError`` for a model that something else refers to or wraps: fused modules, peft, torch.compile; and for no model."""
     if not isinstance(model, nn.Module):
         made = f"; build it first, as with timm.create_model('{model}')" if isinstance(model, str) else ""
         raise SurgeryError(f"expected a torch.nn.Module, got {type(model).__name__}{made}")
+    if "_orig_mod" in model._modules:
+        raise SurgeryError("the model is wrapped by torch.compile; give the model in it, model._orig_mod, and compile it again afterwards")
     classes = ((name, kind) for name, module in model.named_modules() for kind in type(module).__mro__)
     adapter = next((name for name, kind in classes if kind.__module__.startswith("peft.")), None)
     if adapter is not None:

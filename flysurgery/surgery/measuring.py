@@ -20,11 +20,11 @@ from flysurgery.inference.find_groups import Findings, find_groups
 from flysurgery.inference.optimize import MEASURED_IMAGES, optimize
 from flysurgery.inference.replacement import Candidate, find_replacements
 from flysurgery.patterns import Architecture
-from flysurgery.surgery.allocation import DENSE, Allocation, Picks, check_budget, named_candidates, prepare
+from flysurgery.surgery.allocation import DENSE, Allocation, Picks, check_budget, layer_candidates, prepare
 from flysurgery.surgery.apply import install
 from flysurgery.surgery.change import draw_anew
 from flysurgery.surgery.choices import Measurement, TimedChoice, TimedGroup, Tradeoff
-from flysurgery.surgery.plan import LayerPlan, Plan
+from flysurgery.surgery.plan import Plan
 from flysurgery.walker import separating, shadow, shape_of
 
 LEAST_NOISE = 0.02
@@ -189,7 +189,7 @@ def measure_groups(plan: Plan, model: nn.Module, example: Tensor, *, fused: bool
     double = shadow(model)
     separating(model)(double)
     found = find_groups(double, example)
-    options = {layer.fqn: _options(layer) for layer in plan.replaced}
+    options = {layer.fqn: layer_candidates(layer) for layer in plan.replaced}
     names = dict.fromkeys(name for each in options.values() for name in each)
     variants = {DENSE: double} | {name: random_variant(_with_choice(plan, options, name), double) for name in names}
     groups = _fused_groups(list(options), found, variants) if fused else {}
@@ -216,12 +216,6 @@ def random_variant(plan: Plan, model: nn.Module) -> nn.Module:
         for layer in plan.replaced:
             draw_anew(double.get_submodule(layer.fqn))
     return double
-
-
-def _options(layer: LayerPlan) -> dict[str, Architecture]:
-    """The choices of the parts of a layer, by name; none where the parts differ in size."""
-    sizes = {part.stop - part.start for part in layer.parts}
-    return named_candidates(sizes.pop(), layer.in_features) if len(sizes) == 1 else {}
 
 
 def _with_choice(plan: Plan, options: _Options, name: str) -> Plan:

@@ -111,10 +111,8 @@ class LayerPlan:
 
     @property
     def weights_after(self) -> int:
-        if not self.is_replaced:
-            return self.weights_before
-        dense = sum(part.stop - part.start for part in self.parts if part.architecture is None) * self.in_features
-        return dense + sum(part.architecture.num_parameters for part in self.parts if part.architecture is not None)
+        dense = (self.out_features - sum(part.stop - part.start for part in self.parts if part.architecture)) * self.in_features
+        return dense + sum(part.architecture.num_parameters for part in self.parts if part.architecture)
 
     @property
     def params_before(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flysurgery.errors import OptionError, PatternError, PlanError, Reason, SelectionError, SurgeryError
+from flysurgery.errors import OptionError, PatternError, PlanError, Reason, SelectionError
 from flysurgery.patterns import ARCHITECTURES, OF_BLOCKS, Architecture, named
 from flysurgery.surgery.base import find_base
 from flysurgery.surgery.change import refuse_converted
@@ -161,8 +161,6 @@ def plan(
     architectures = tuple(each if isinstance(each, Architecture) else Architecture.parse(each) for each in given)
     rules = Rules(Rule(arch, nblocks, rank, architectures), per_layer or {})
     refuse_converted(model)
-    if "_orig_mod" in model._modules:
-        raise SurgeryError("the model is wrapped by torch.compile; give the model in it, model._orig_mod, and compile it again afterwards")
     name, arguments = find_base(model, base, base_args)
     inputs = positional(model, example_input(model) if example is None else example)
     targets = walk(model, inputs) if targets is None else targets

@@ -10,7 +10,6 @@ from flysurgery import plan as make_plan
 from flysurgery.bench import Protocol, rows_of_case
 from flysurgery.bench.model import (
     ModelSettings,
-    architectures_for,
     groups_of,
     layer_jobs,
     sentence,
@@ -18,7 +17,7 @@ from flysurgery.bench.model import (
     whole_case,
 )
 from flysurgery.checkpoint import build_base
-from flysurgery.surgery import Plan
+from flysurgery.surgery import Plan, layer_candidates
 
 MODEL, SIZES = "vit_tiny_patch16_224", {"embed_dim": 48, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 10}
 LOW_RANK = "(1,48,8,1),(1,8,192,1)"
@@ -38,7 +37,7 @@ def test_layers_that_are_alike_are_timed_once_and_stand_for_all(plan: Plan) -> N
     timed = {row["candidate"]: row for row in next(iter(layer_jobs(groups, SETTINGS)))[1]()}
     assert {row["rows"] for row in timed.values()} == {34}
     assert list(timed)[:3] == ["dense", "dense again", "converted"]
-    searched = {str(architecture) for architecture in architectures_for(groups[0].layer)}
+    searched = {str(architecture) for architecture in layer_candidates(groups[0].layer).values()}
     assert searched < timed.keys() and "(1,24,6,2),(2,6,24,1)" in searched
     assert all(row["error"] < 1e-6 and row["median_ms"] is not None for row in timed.values())
 

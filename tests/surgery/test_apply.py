@@ -181,6 +181,7 @@ def hooked() -> nn.Module:
         (lambda _, __: flysurgery.densify(hooked()), "^0 has hooks, which a dense layer in its place would lose; remove them first"),
         (lambda plan, model: apply(plan, model, seed=-1), "seed must be a whole number from 0 to 4294967295, got -1"),
         (lambda _, model: flysurgery.plan(torch.compile(model)), r"give the model in it, model\._orig_mod"),
+        (lambda made, model: flysurgery.apply(made, torch.compile(model)), r"give the model in it, model\._orig_mod"),
         (lambda _, __: flysurgery.densify(ButterflyLinear(monarch(8, 8, 2))), "itself a ButterflyLinear"),
         (lambda made, model: flysurgery.apply(made, model.to("meta")), "on the meta device"),
         (lambda _, model: flysurgery.save("folder", model), "expected a model and then a folder, got str and VisionTransformer"),
