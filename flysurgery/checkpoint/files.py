@@ -129,14 +129,12 @@ def open_tensors(file: Path) -> Iterator[TensorFile]:
     try:
         with open_regular(file) as opened:
             size, start = os.fstat(opened.fileno()).st_size, opened.read(8)
-        header = int.from_bytes(start, "little")
-        if MAX_JSON_BYTES < header < size:  # safetensors itself sees a length beyond the file's
-            raise CheckpointError(f"{file} has a header of {header:,} bytes, and at most {MAX_JSON_BYTES:,} are read; restore it")
-        handle = safe_open(file, framework="pt", device="cpu")
+            header = int.from_bytes(start, "little")
+            if MAX_JSON_BYTES < header < size:  # safetensors itself sees a length beyond the file's
+                raise CheckpointError(f"{file} has a header of {header:,} bytes, and at most {MAX_JSON_BYTES:,} are read; restore it")
+            handle = safe_open(file, framework="pt", device="cpu")
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no {file}") from error
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
         reason = f"{first_line(error)} ({size} bytes; a file that was cut short or is none of that format looks like this); copy it again"
         if start.startswith(PICKLE_STARTS):
