@@ -91,9 +91,7 @@ def held_out_data(name: str | Path, model: nn.Module, *, root: Path | None = Non
     Images without labels need a ``teacher``, and their held-out images have no classes either. Raises DataError where they do not fit.
     """
     folder = Path(name)
-    if str(name) in reading.MADE or not folder.is_dir():
-        return judging_data(name, model, root=root, teacher=teacher)
-    apart = _part(folder, HELD_OUT)
+    apart = name if str(name) in reading.MADE or not folder.is_dir() else _part(folder, HELD_OUT)
     if apart is not None:
         return judging_data(apart, model, root=root, teacher=teacher)
     if not teacher or is_labelled(folder, model):

@@ -95,11 +95,16 @@ class Permuted:
                 found.append(side)
         return found
 
+    @torch.no_grad()
     def _reorder(self, member: Member, order: Tensor) -> None:
-        linear = self._linear(member.fqn)
-        whole = torch.arange(linear.in_features if member.columns else linear.out_features)
+        """Put the rows and bias, or the columns, of a copy into another order."""
+        linear, axis = self._linear(member.fqn), int(member.columns)
+        whole = torch.arange(linear.weight.shape[axis])
         whole[member.start : member.stop] = member.start + order
-        self.linears[member.fqn] = _reordered(linear, whole, columns=member.columns)
+        new = self.linears[member.fqn] = copy.deepcopy(linear)
+        new.weight.copy_(linear.weight.index_select(axis, whole.to(linear.weight.device)))
+        if linear.bias is not None and not member.columns:
+            new.bias.copy_(linear.bias[whole])
         given = self.inputs.get(member.fqn)
         if given is not None and member.columns:
             self.inputs[member.fqn] = Inputs(given.fit.permuted(whole), given.held_out.permuted(whole))
@@ -125,16 +130,6 @@ def _apart(waiting: Mapping[int, Shared]) -> dict[int, Shared]:
             apart[number] = shared
         taken.update(shared.linears)
     return apart
-
-
-@torch.no_grad()
-def _reordered(linear: nn.Linear, order: Tensor, *, columns: bool) -> nn.Linear:
-    """A copy with its rows and bias, or its columns, in another order."""
-    new, order = copy.deepcopy(linear), order.to(linear.weight.device)
-    new.weight.copy_(linear.weight.index_select(int(columns), order))
-    if linear.bias is not None and not columns:
-        new.bias.copy_(linear.bias[order])
-    return new
 
 
 def _architectures(layer: LayerPlan, member: Member) -> tuple[tuple[slice, Architecture], ...] | None:
