@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
-from flysurgery.checkpoint.base import ENTRY_POINT, TRANSFORMERS, build_base, without_tag
+from flysurgery.checkpoint.base import ENTRY_POINT, TRANSFORMERS, build_base, check_base, without_tag
 from flysurgery.checkpoint.config import CLAIMS, PROCESSOR, data_config, describe_data, processor_of, read_config
 from flysurgery.checkpoint.files import check_target, new_folder, open_regular, open_tensors, write_json
 from flysurgery.checkpoint.load import SCHEMA_KEY
@@ -148,10 +148,8 @@ def _arguments(base: str, config: dict[str, Any]) -> dict[str, Any]:
         found["in_chans"] = size[0]
         if data.get("fixed_input_size"):
             found["img_size"] = size[1:]
-    try:
-        known = timm.get_pretrained_cfg(base)
-    except RuntimeError as error:
-        raise ModelError(f"timm {timm.__version__} has no model '{base}'") from error
+    check_base(base)
+    known = timm.get_pretrained_cfg(base)
     defaults: dict[str, Any] = {}
     if known is not None:
         defaults = {"num_classes": known.num_classes, "in_chans": known.input_size[0], "img_size": list(known.input_size[1:])}
