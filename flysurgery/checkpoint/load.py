@@ -12,9 +12,18 @@ from torch import nn
 from flysurgery.checkpoint.base import ENTRY_POINT, build_base, build_random, build_shell, plain_arguments, transformers_class
 from flysurgery.checkpoint.config import describe, describe_data, is_of_transformers, plan_in, read_config
 from flysurgery.checkpoint.files import FILES, TensorFile, open_tensors, parse_json
-from flysurgery.checkpoint.hashes import canonical, sha256_of_each, sha256_of_text
 from flysurgery.checkpoint.meter import Limits
-from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, difference, read_device, read_dtype, single_float_dtype, unstored_buffers
+from flysurgery.checkpoint.tensors import (
+    SAFETENSORS_DTYPES,
+    canonical,
+    difference,
+    read_device,
+    read_dtype,
+    sha256_of_each,
+    sha256_of_text,
+    single_float_dtype,
+    unstored_buffers,
+)
 from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as
 from flysurgery.inference import optimize as make_faster
 from flysurgery.patterns import MAX_FEATURES

@@ -18,10 +18,20 @@ import flysurgery
 from flysurgery.checkpoint.base import TRANSFORMERS, build_shell, without_tag
 from flysurgery.checkpoint.config import PROCESSOR, config_of, processor_of
 from flysurgery.checkpoint.files import check_space, check_target, new_folder, read_json, write_json
-from flysurgery.checkpoint.hashes import bytes_of, canonical, sha256_of_each, sha256_of_text
 from flysurgery.checkpoint.load import HUB, SCHEMA, SCHEMA_KEY, is_converted
 from flysurgery.checkpoint.meter import Limits
-from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, collect, difference, read_dtype, single_float_dtype, unstored_buffers
+from flysurgery.checkpoint.tensors import (
+    SAFETENSORS_DTYPES,
+    bytes_of,
+    canonical,
+    collect,
+    difference,
+    read_dtype,
+    sha256_of_each,
+    sha256_of_text,
+    single_float_dtype,
+    unstored_buffers,
+)
 from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as
 from flysurgery.surgery import Plan, Report, Row, as_json, is_of_transformers, measures, plan_of, transformers_arguments
 

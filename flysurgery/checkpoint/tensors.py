@@ -1,6 +1,11 @@
-"""The tensors of a model as a file holds them: their dtypes, names and shapes."""
+"""The tensors of a model as a file holds them: their dtypes, names, shapes and hashes."""
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +28,9 @@ SAFETENSORS_DTYPES = {
 """The dtypes that a checkpoint may hold, by safetensors' names."""
 
 FLOAT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+MAX_THREADS = 8
+"""Most threads that hash; memory gives no more than a few can read."""
 
 
 def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -101,3 +109,30 @@ def difference(found: Mapping[str, object], expected: Mapping[str, object]) -> s
     parts = [(names, what) for names, what in ((missing, "missing"), (unknown, "unknown"), (reshaped, "of another shape")) if names]
     listed = (f"{len(names)} {what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" for names, what in parts)
     return "; ".join(listed) or None
+
+
+def sha256_of_each(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> dict[str, str]:
+    """The SHA-256, in hexadecimal, of the bytes of each named tensor, which is contiguous and on the CPU; by several threads."""
+
+    def sha256(name: str) -> str:
+        # hashlib takes what offers its memory, which NumPy does for bytes, and PyTorch for no dtype.
+        return hashlib.sha256(bytes_of(tensor_of(name)).numpy().data).hexdigest()
+
+    listed = list(names)
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        return dict(zip(listed, threads.map(sha256, listed), strict=True))
+
+
+def sha256_of_text(text: str) -> str:
+    """The SHA-256 of a text, in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def canonical(value: Any) -> str:
+    """JSON in one way only: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:  # shape: (bytes,)
+    """The bytes of a tensor, one after the other; a view where it is contiguous."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flysurgery.checkpoint import load, save
-from flysurgery.checkpoint.hashes import canonical, sha256_of_each
-from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES
+from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, canonical, sha256_of_each
 from flysurgery.errors import CheckpointError
 from flysurgery.surgery import Report, install, plan
 from flysurgery.surgery import convert as convert_model

@@ -25,8 +25,7 @@ from torch import nn
 
 import flysurgery
 from flysurgery.checkpoint import build_base
-from flysurgery.checkpoint.hashes import canonical
-from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES
+from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, canonical
 from flysurgery.errors import CheckpointError
 from flysurgery.surgery import plan_of
 from tests.checkpoint.conftest import CONFIG_FILE, TIMM_MODELS, VIT_PYTORCH, WEIGHTS_FILE, install_random, sha256
