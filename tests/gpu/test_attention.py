@@ -1,6 +1,7 @@
 """Attention on the GPU by each of its kernels, beside PyTorch's in the same arithmetic and the truth in float64."""
 
 from dataclasses import dataclass
+from itertools import cycle
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from flysurgery import ops
 from flysurgery.gpu.attention import run_attention
 from flysurgery.gpu.row_sums import known_sums
 from tests.support.blocks import check_replay
-from tests.support.problems import keep_bits
+from tests.support.problems import all_pairs, keep_bits
 from tests.support.tolerance import ARITHMETICS, TF32, Arithmetic, assert_epilogue_comparable, assert_equal
 
 pytestmark = pytest.mark.gpu
@@ -59,6 +60,7 @@ class Attention:
 
     def check(self, parts: Operands, scale: float | None = None) -> None:
         q, k, v = parts
+        check_replay(lambda: self.run(q, k, v, scale))
         own = q.shape[3] ** -0.5 if scale is None else scale
         out, truth = self.run(q, k, v, scale), ops.Attention(k.double(), v.double(), own).plainly(q.double())
         assert_epilogue_comparable(out, self.yardstick(q, k, v, own), truth, self.arithmetic)
@@ -75,10 +77,10 @@ SIZES = [(5, 130), (80, 5), (129, 129), (197, 197), (197, 64), (257, 257)]
 SHORT_SIZES = [*SIZES, (1, 1), (193, 193), (5, 300), (257, 300)]
 FEW_SIZES = [(1, 197, 197, 64), (1, 256, 256, 32), (2, 100, 77, 32), (1, 37, 5, 64)]
 CASES = [(kernel, 1 + 500 // tokens, 3, tokens, keys, 64) for kernel in WHOLE for tokens, keys in SIZES]
-CASES += [(kernel, 5 + 50 // tokens, 3, tokens, keys, 64) for kernel in SHORT for tokens, keys in SHORT_SIZES]
+CASES += [(kernel, 5 + 50 // tokens, 3, tokens, keys, 64) for kernel, (tokens, keys) in zip(cycle(SHORT), SHORT_SIZES)]
 # more heads than multiprocessors: warpgroups take turns at them, further apart than the ring has slots
 CASES += [(kernel, 60, 12, tokens, keys, 64) for kernel in SHORT for tokens, keys in ((5, 300), (197, 197))]
-CASES += [(kernel, batch, 6, tokens, keys, head) for kernel in FEW for batch, tokens, keys, head in FEW_SIZES]
+CASES += [(kernel, batch, 6, tokens, keys, head) for kernel, (batch, tokens, keys, head) in zip(cycle(FEW), FEW_SIZES)]
 
 
 @pytest.mark.parametrize(("kernel", "batch", "heads", "tokens", "keys", "head"), CASES, ids=str, indirect=["kernel"])
@@ -117,7 +119,8 @@ def test_scores_far_below_zero(kernel: Attention) -> None:
 
 @pytest.mark.parametrize(("tokens", "wrong"), [(100, 3), (197, 196)])
 @every
-def test_one_row_has_no_influence_on_another(kernel: Attention, tokens: int, wrong: int) -> None:
+def test_a_softmax_that_takes_one_key_and_a_row_that_influences_no_other(kernel: Attention, tokens: int, wrong: int) -> None:
+    """The only key there is, or by far the largest."""
     q, k, v = kernel.operands(1, 2, tokens)
     out = kernel.run(q, k, v)
     q[:, 0, wrong] = torch.nan
@@ -127,12 +130,7 @@ def test_one_row_has_no_influence_on_another(kernel: Attention, tokens: int, wro
     assert_equal(changed[:, :, others], out[:, :, others])
     assert_equal(changed[:, 1], out[:, 1])
     assert kernel.run(q[:, :, :0], k, v).shape == (1, 2, 0, 64)
-
-
-@pytest.mark.parametrize("tokens", [100, 197])
-@every
-def test_a_softmax_that_takes_one_key(kernel: Attention, tokens: int) -> None:
-    """The only one there is, or by far the largest."""
+    assert "no gradients" in str(ops.reason(k.clone().requires_grad_(), ops.Attention(k, v)))
     q, k, v = kernel.operands(1 if kernel.kind == "few" else 200, 2, tokens)
     v = v.half().to(v.dtype)  # which fp16 holds
     assert_equal(kernel.run(q, k[:, :, :1], v[:, :, :1]), v[:, :, :1].expand_as(q))
@@ -147,19 +145,14 @@ def test_a_softmax_that_takes_one_key(kernel: Attention, tokens: int) -> None:
         torch.testing.assert_close(kernel.run(q, k, v, 1e5 if kernel.kind == "short" else 1e6), v.gather(2, chosen), rtol=rtol, atol=0)
 
 
-@every
-def test_graphs(kernel: Attention) -> None:
-    q, k, v = kernel.operands(1 if kernel.kind == "few" else 50, 3, 197)
-    check_replay(lambda: ops.run(q, ops.Attention(k, v)))
-    assert "no gradients" in str(ops.reason(q.requires_grad_(), ops.Attention(k, v)))
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+TRAINED_SIZES = [(3, 2, 1), (2, 3, 48), (2, 1, 64), (50, 6, 197), (3, 2, 208), (30, 6, 257), (2, 2, 300)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("batch", "heads", "tokens"), [(3, 2, 1), (2, 3, 48), (2, 1, 64), (50, 6, 197), (3, 2, 208), (30, 6, 257), (2, 2, 300)]
-)
-def test_gradients_of_attention(batch: int, heads: int, tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("size", "dtype"), [*zip(TRAINED_SIZES, cycle(HALF_DTYPES)), ((50, 6, 197), torch.float16)], ids=str)
+def test_gradients_of_attention(size: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Of q, k and v side by side and apart: as near to float64 as PyTorch's, and the same again."""
+    batch, heads, tokens = size
     generator = torch.Generator("cuda").manual_seed(tokens)
     whole = torch.randn(batch, tokens, 3, heads, 64, generator=generator, device="cuda").to(dtype)
     whole[0, 0, 0] *= 20  # one query looks at one key
@@ -189,11 +182,13 @@ def test_gradients_of_attention(batch: int, heads: int, tokens: int, dtype: torc
         assert_equal(one, again)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("by_head", [False, True])
-@pytest.mark.parametrize(("batch", "heads", "tokens"), [(3, 2, 1), (200, 3, 50), (2, 1, 64), (128, 6, 197), (9, 5, 257), (1, 140, 70)])
-def test_sums_of_gradients_over_tokens(batch: int, heads: int, tokens: int, by_head: bool, dtype: torch.dtype) -> None:
+SUMMED_SIZES = [(3, 2, 1), (200, 3, 50), (2, 1, 64), (128, 6, 197), (9, 5, 257), (1, 140, 70)]
+
+
+@pytest.mark.parametrize(("size", "by_head", "dtype"), all_pairs(SUMMED_SIZES, (False, True), HALF_DTYPES), ids=str)
+def test_sums_of_gradients_over_tokens(size: tuple[int, int, int], by_head: bool, dtype: torch.dtype) -> None:
     """They come with the gradient of q, k and v side by side, or of those of each head, near to float64, and the same again."""
+    batch, heads, tokens = size
     generator = torch.Generator("cuda").manual_seed(tokens)
     whole = torch.randn(batch, tokens, 3 * heads * 64, generator=generator, device="cuda").to(dtype).requires_grad_()
     dy = torch.randn(batch, tokens, heads, 64, generator=generator, device="cuda").to(dtype).transpose(1, 2)

@@ -1,5 +1,6 @@
 """Autotuning: what is timed, what is kept, what is refused."""
 
+from collections.abc import Iterator
 from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from flysurgery.gpu.table import TunedCase, user_table
 from tests.gpu.conftest import EmulatedProduct
 from tests.gpu.gpu_layer import DEEP, SQUARE, Layer, check, rows_of
 from tests.gpu.test_autograd import eager, operands
-from tests.support.tolerance import FP32_BY_FP16_PAIRS
 
 Times = dict[str, float | Exception]
 
@@ -80,10 +80,19 @@ def test_without_a_device_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         autotune(lambda: None)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("architecture", [SQUARE, DEEP], ids=str)
-def test_tuned_kernels_are_used_and_right(architecture: object, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def few(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fewer candidates, as each is compiled."""
+    monkeypatch.setattr(tuning, "_MAX_CANDIDATES", 3)
     table.forget_choices()
+    yield
+    table.forget_choices()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("architecture", [SQUARE, DEEP], ids=str)
+def test_tuned_kernels_are_used_and_right(architecture: object) -> None:
     layer, x = Layer(architecture).requires_grad_(False), rows_of(500, architecture=architecture)  # pyright: ignore[reportArgumentType]
     (first, *rest) = autotune(lambda: layer(x))
     assert len(rest) == (0 if architecture is SQUARE else len(DEEP) - 1)
@@ -91,23 +100,15 @@ def test_tuned_kernels_are_used_and_right(architecture: object, cache: Path, mon
     check(layer(x), layer, x)
     if architecture is SQUARE:
         assert first.entry.config == vars(fused_kernel(SQUARE, first.entry.case.mode, 1, 500, device_index=0).config)
-    table.forget_choices()
-
-
-@pytest.mark.gpu
-def test_never_inside_a_graph(cache: Path) -> None:
-    layer, x = Layer(mode=FP32_BY_FP16_PAIRS).requires_grad_(False), rows_of(8, FP32_BY_FP16_PAIRS)
-    layer(x)
     with pytest.raises(BackendError, match="while a graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         autotune(lambda: layer(x))
 
 
 @pytest.mark.gpu
-def test_the_verb_tunes_a_model(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table.forget_choices()
+@pytest.mark.usefixtures("few")
+def test_the_verb_tunes_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["autotune", "vit_tiny_patch16_224", "--batch", "2", "--dtype", "float16", "--roles", "ffn"]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert "fused_linear" in said and str(user_table()) in said
     assert {entry.case.mode for entry in table._read(user_table())} == {"fp16"}
-    table.forget_choices()

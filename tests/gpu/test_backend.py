@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import multiprocessing
 import re
 from collections.abc import Callable, Iterator
@@ -59,59 +61,45 @@ def problem(architecture: Architecture = SQUARE, dtype: torch.dtype = torch.floa
 
 
 @pytest.mark.usefixtures("hopper")
-def test_says_how_it_goes_factor_by_factor_and_which_blocks_pytorch_multiplies() -> None:
-    assert CudaBackend().remark(problem()) is None
-    assert CudaBackend().remark(problem(Architecture(SQUARE.patterns[:1]))) is None
-    assert CudaBackend().remark(problem(DEEP)) == "factor by factor, as the fused kernel multiplies two factors, this architecture has 3"
-    one, deep = Architecture.of((1, 1024, 1024, 4)), Architecture.of((1, 1024, 1024, 4), (1, 64, 64, 64), (2, 1024, 1024, 2))
-    by_pytorch = "by PyTorch's product of the blocks, the faster way at this size"
-    assert CudaBackend().remark(problem(one)) == f"(1,1024,1024,4) {by_pytorch}"
-    assert str(CudaBackend().remark(problem(deep))).endswith(f"; (1,1024,1024,4) and (2,1024,1024,2) {by_pytorch}")
-    assert CudaBackend().remark(problem(one, torch.float32)) is None
-    assert CudaBackend().remark(problem(one, rows=1)) is None
-
-
-@pytest.mark.usefixtures("hopper")
-def test_says_what_it_cannot_run() -> None:
-    for architecture, dtype in ((SQUARE, torch.float32), (DEEP, torch.float16), (DEEP.transpose, torch.bfloat16)):
-        assert CudaBackend().can_run(problem(architecture, dtype, requires_grad=True)) is None
+def test_says_what_it_cannot_run_and_which_way_it_goes() -> None:
+    backend, one = CudaBackend(), Architecture.of((1, 1024, 1024, 4))
+    for architecture, dtype in itertools.product((SQUARE, DEEP, DEEP.transpose, one), (torch.float32, torch.float16, torch.bfloat16)):
+        assert backend.can_run(problem(architecture, dtype, requires_grad=True)) is None
+    assert "not torch.float64" in str(backend.can_run(problem(dtype=torch.float64)))
+    assert "these are on cpu" in str(backend.can_run(problem(device_type="cpu")))
+    assert backend.remark(problem()) is None
+    assert "has 3" in str(backend.remark(problem(DEEP)))
+    assert "(1,1024,1024,4) by PyTorch's product" in str(backend.remark(problem(one)))
+    assert backend.remark(problem(one, torch.float32)) is backend.remark(problem(one, rows=1)) is None
     for width, nblocks in ((192, 2), (384, 8), (768, 4), (1280, 8), (1408, 2), (1664, 4)):  # of timm's models
         for sizes in ((width, width), (4 * width, width), (width, 4 * width)):
-            layer = problem(monarch(*sizes, nblocks), torch.float32)
-            assert CudaBackend().can_run(layer) is None
-            assert (width >= 768) == ("factor by factor, as no tile" in str(CudaBackend().remark(layer)))
-    assert "not torch.float64" in str(CudaBackend().can_run(problem(dtype=torch.float64)))
-    assert "these are on cpu" in str(CudaBackend().can_run(problem(device_type="cpu")))
+            assert backend.can_run(problem(monarch(*sizes, nblocks), torch.float32)) is None
 
 
-@pytest.fixture
-def no_memory_of_devices() -> Iterator[None]:
-    device._device_obstacle.cache_clear()
-    yield
-    device._device_obstacle.cache_clear()
-
-
-@pytest.mark.usefixtures("no_memory_of_devices")
-def test_says_that_a_device_is_missing_or_another_or_has_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no CUDA device" in str(CudaBackend().can_run(problem()))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
-    for capability, said in (((8, 9), "Some GPU has 8.9"), ((10, 0), "Some GPU has 10.0")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, capability=capability: capability)
-        device._device_obstacle.cache_clear()
-        assert f"capability 9.0, such as an H100, {said}" in str(device.device_obstacle())
-
+@pytest.mark.parametrize(
+    ("available", "capability", "said"),
+    [
+        (False, (9, 0), "no CUDA device"),
+        (True, (8, 9), "capability 9.0, such as an H100, Some GPU has 8.9"),
+        (True, (10, 0), "Some GPU has 10.0"),
+        (True, (9, 0), "NVRTC is not here"),
+    ],
+)
+def test_says_that_a_device_is_missing_or_another_or_has_no_compiler(
+    available: bool, capability: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing() -> tuple[int, ...]:
         raise BackendError("NVRTC is not here")
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    device._device_obstacle.cache_clear()
+    for name in ("is_initialized", "is_available"):
+        monkeypatch.setattr(torch.cuda, name, lambda: available)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(device, "nvrtc_version", missing)
-    assert device.device_obstacle() == "NVRTC is not here"
-    assert ("compiler", "none", "NVRTC is not here") in device.cuda_facts()
+    monkeypatch.setattr(device, "_device_obstacle", functools.cache(device._device_obstacle.__wrapped__))
+    assert said in str(CudaBackend().can_run(problem()))
+    assert "none" in {state for _, state, _ in device.cuda_facts()}
 
 
 @pytest.mark.usefixtures("hopper")

@@ -1,6 +1,7 @@
 """A captured part of training gives what it gives from Python, although its weights are packed ahead of what is queued."""
 
 from collections.abc import Callable, Iterable
+from itertools import cycle
 
 import pytest
 import timm
@@ -16,6 +17,7 @@ from flysurgery.inference import clock
 from flysurgery.ops import trained, training
 from tests.support.blocks import TRAINED, to_train
 from tests.support.captured import checkpoint_each
+from tests.support.problems import all_pairs
 
 pytestmark = pytest.mark.gpu
 
@@ -27,10 +29,10 @@ def pause() -> None:
     torch.cuda._sleep(2_000_000)
 
 
-@pytest.fixture(params=["packing", "writing"])
+@pytest.fixture
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Puts off what would be read too early: what is packed, or, where this is called, a write to what is packed."""
-    if request.param == "writing":
+    if request.param == "write":
         return pause
 
     def after_a_pause(sources: tuple[Tensor, ...], make: Callable[[], object]) -> object:
@@ -41,13 +43,13 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
     return lambda: None
 
 
-@pytest.fixture(params=[None, "gonon", "monarch"])
+@pytest.fixture
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """A small one, of which all is fused that may be."""
     monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=10).cuda().train()
-    if request.param is not None:
+    if request.param != "dense":
         flysurgery.convert(model, request.param)
     with torch.autocast("cuda", torch.bfloat16):
         report = flysurgery.optimize(model, torch.randn(64, 3, 64, 64, device="cuda"), training=True)
@@ -86,7 +88,10 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("use_reentrant", [None, False, True])
+MODELS, LATE = ("dense", "gonon", "monarch"), ("pack", "write")
+
+
+@pytest.mark.parametrize(("model", "use_reentrant", "late"), all_pairs(MODELS, (None, False, True), LATE), indirect=["model", "late"])
 def test_two_steps_in_one_graph(model: nn.Module, use_reentrant: bool | None, late: Callable[[], None]) -> None:
     """Also with checkpoints around blocks. Steps on weights of the step before would leave updates that differ by half."""
     x, classes = torch.randn(64, 3, 64, 64, device="cuda"), torch.arange(64, device="cuda") % 10
@@ -113,27 +118,7 @@ def test_two_steps_in_one_graph(model: nn.Module, use_reentrant: bool | None, la
     assert max(moved) < 0.02, "the bias of k, whose gradient is zero in truth, is none of these"
 
 
-def test_weights_that_are_written_to_between_two_calls(model: nn.Module, late: Callable[[], None]) -> None:
-    blocks, x = model.get_submodule("blocks"), torch.randn(64, 17, 192, device="cuda").bfloat16().requires_grad_()
-    weights = [parameter for parameter in blocks.parameters() if parameter.ndim > 1]
-    optimizer = torch.optim.SGD(blocks.parameters(), 0.0)
-    optimizer.step()  # without one, each backward pass casts doubt on all weights
-
-    def two_calls() -> list[Tensor]:
-        found = list[Tensor]()
-        for _ in range(2):
-            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-                y = blocks(x)
-            found += [y, *torch.autograd.grad(y, (x, *weights), torch.ones_like(y))]
-            late()
-            with torch.no_grad():
-                for weight in weights:
-                    weight.mul_(0.9)
-        return found
-
-    assert max(distance(*pair) for pair in from_python_and_captured(two_calls, lambda: weights)) < 1e-5
-
-
+@pytest.mark.parametrize(("model", "late"), [*zip(MODELS, cycle(LATE))], indirect=True)
 def test_graphs_of_forward_and_backward(model: nn.Module, late: Callable[[], None]) -> None:
     """They read the weights of now."""
     blocks, x = model.get_submodule("blocks"), torch.randn(64, 17, 192, device="cuda").bfloat16().requires_grad_()
@@ -158,6 +143,7 @@ def test_graphs_of_forward_and_backward(model: nn.Module, late: Callable[[], Non
     assert max(map(distance, results(), expected)) < 1e-5
 
 
+@pytest.mark.parametrize("late", LATE, indirect=True)
 @pytest.mark.parametrize("name", TRAINED)
 def test_weights_that_are_computed_in_the_graph(name: str, late: Callable[[], None]) -> None:
     wide, operation = to_train(name, 301, 192)

@@ -1,5 +1,7 @@
 """Patches of images on the GPU, with position and tokens before them, by all levels of the tolerance policy."""
 
+from itertools import cycle
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +24,6 @@ CASES += [(48, 16, (1, 4), "all"), (96, 4, (1, 4), "all"), (32, 14, (1, 4), "pat
 
 The kernel reads the first ones; of others it is one copy and PyTorch's product.
 """
-sizes = pytest.mark.parametrize(("features", "side", "tokens", "placed"), CASES)
 
 
 def as_images(rows: Tensor, grid: tuple[int, int, int], side: int) -> Tensor:
@@ -31,9 +32,10 @@ def as_images(rows: Tensor, grid: tuple[int, int, int], side: int) -> Tensor:
     return rows.view(images, high, wide, 3, side, side).permute(0, 3, 1, 4, 2, 5).reshape(images, 3, high * side, wide * side)
 
 
-@sizes
-def test_integers_with_position_and_tokens(mode: str, features: int, side: int, tokens: tuple[int, ...], placed: str) -> None:
+@pytest.mark.parametrize(("mode", "case"), [*zip(cycle(("fp16", "fp32", "bf16", "tf32")), CASES * 2)], ids=str, indirect=["mode"])
+def test_integers_with_position_and_tokens(mode: str, case: tuple[int, int, tuple[int, ...], str]) -> None:
     """Of images of any layout; and what is written to operands counts in the next call."""
+    features, side, tokens, placed = case
 
     def integers(*shape: int) -> Tensor:
         return make_integers(shape, seed=len(shape), mode=ARITHMETICS[mode], device="cuda")
@@ -67,10 +69,13 @@ def test_as_accurate_as_pytorch(mode: str) -> None:
     assert_epilogue_comparable(out, yardstick, truth, arithmetic)
 
 
-@sizes
-@pytest.mark.parametrize(("dtype", "rounded"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-20)])
-def test_gradients(dtype: torch.dtype, rounded: float, features: int, side: int, tokens: tuple[int, ...], placed: str) -> None:
+DTYPES = ((torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-20))
+
+
+@pytest.mark.parametrize(("case", "kind"), [*zip(CASES, cycle(DTYPES))], ids=str)
+def test_gradients(case: tuple[int, int, tuple[int, ...], str], kind: tuple[torch.dtype, float]) -> None:
     """Of weights in float32, with what is computed in another dtype."""
+    (features, side, tokens, placed), (dtype, rounded) = case, kind
     torch.manual_seed(3)
     images, weight = (
         normal(19, 3, 4 * side, 6 * side, dtype=dtype),

@@ -145,26 +145,26 @@ FUSED_LAYERS = (
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_epilogues_of_fused_linears(mode: str, activation: str) -> None:
-    """One configuration for each place of the intermediate, by turns with a residual.
+    """Each place of the intermediate, each layer and a residual by turns.
 
     Far below zero an activation is -0 or tiny, never NaN, and far above it is the identity.
     """
-    arithmetic, turn = ARITHMETICS[mode], [*ARITHMETICS].index(mode) + [*ACTIVATIONS].index(activation)
-    architecture = FUSED_LAYERS[turn % len(FUSED_LAYERS)]
+    arithmetic, of_mode, turn = ARITHMETICS[mode], [*ARITHMETICS].index(mode), [*ACTIVATIONS].index(activation)
+    architecture = FUSED_LAYERS[(of_mode + turn) % len(FUSED_LAYERS)]
     x, added = (make_input(333, features, arithmetic, device="cuda") for features in (architecture.in_features, architecture.out_features))
     left, right = make_factors(architecture, arithmetic, device="cuda")
     bias, tile = make_vector(architecture.out_features, arithmetic, device="cuda"), tiling(architecture, mode)
     assert isinstance(tile, Tiling), tile
     every = sorted(every_config(tile, shared_limit_of(0)), key=lambda config: (config.panel_columns, config.slots, config.warps))
-    for place, config in enumerate({config.u_shared: config for config in every}.values()):
-        layer, residual = FusedLinear(tile, config, 0), added if (place + turn) % 2 else None
-        out = layer.run(x, layer.pack([(left, right)]), bias, residual, activation)
-        check_epilogue(out, x, (left, right), bias, activation, residual, arithmetic)
-        nothing = torch.zeros_like(left), torch.zeros_like(right)
-        for value in (-1000.0, -30.0, 30.0, 1000.0):
-            far = torch.full_like(bias, value)
-            out = layer.run(x, layer.pack([nothing]), far, None, activation)
-            assert_epilogue_bounded(out, x, nothing, far, ACTIVATIONS[activation], None, arithmetic)
+    places = [*{config.u_shared: config for config in every}.values()]
+    layer, residual = FusedLinear(tile, places[turn % len(places)], 0), added if (of_mode + turn // 2) % 2 else None
+    out = layer.run(x, layer.pack([(left, right)]), bias, residual, activation)
+    check_epilogue(out, x, (left, right), bias, activation, residual, arithmetic)
+    nothing = torch.zeros_like(left), torch.zeros_like(right)
+    for value in (-1000.0, -30.0, 30.0, 1000.0):
+        far = torch.full_like(bias, value)
+        out = layer.run(x, layer.pack([nothing]), far, None, activation)
+        assert_epilogue_bounded(out, x, nothing, far, ACTIVATIONS[activation], None, arithmetic)
 
 
 def ranged(x: Tensor) -> Tensor:

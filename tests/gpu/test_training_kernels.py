@@ -1,12 +1,12 @@
-"""The kernels of fused gradients, and the gradients that they give, beside float64; and a captured training step."""
+"""The kernels of fused gradients, and the gradients that they give, beside float64."""
+
+from itertools import cycle
 
 import pytest
-import timm
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-import flysurgery
 from flysurgery.factors import factors_to_dense
 from flysurgery.gpu.hidden_gradient import hidden_gradient_takes, hidden_image, run_hidden_gradient
 from flysurgery.gpu.layer_norm import norm_gradient, normalize_rows
@@ -16,6 +16,7 @@ from flysurgery.ops import trained, trained_with_x, training
 from flysurgery.ops.feed_forward import ACTIVATIONS
 from flysurgery.patterns import Architecture, gonon, monarch, named
 from tests.support.blocks import TRAINED, to_train
+from tests.support.problems import all_pairs
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +28,7 @@ FACTOR_BY_FACTOR = ["feed-forward of factors", "scaled feed-forward of factors"]
 """Wide ones, whose gradients are computed so too."""
 
 DTYPES = pytest.mark.parametrize("dtype", ROUNDED)
+HALVES, ACTIVATED = (torch.float16, torch.bfloat16), ("gelu", "gelu_tanh", "silu")
 
 
 def normal(*shape: int) -> Tensor:
@@ -42,10 +44,8 @@ def assert_rounded(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert ((found.double() - expected).abs() <= room).all()
 
 
-@DTYPES
-@pytest.mark.parametrize("rows", [1, 1001])
-@pytest.mark.parametrize("columns", [24, 384, 1024])
-def test_norms_and_their_gradients(columns: int, rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("columns", "dtype", "rows"), all_pairs((24, 384, 1024), [*ROUNDED], (1, 1001)), ids=str)
+def test_norms_and_their_gradients(columns: int, dtype: torch.dtype, rows: int) -> None:
     x, g, r = (
         each.to(dtype) for each in (normal(rows, columns) * 2 + 1, normal(rows, columns + 1)[:, 1:], normal(rows, columns + 2)[:, 2:])
     )
@@ -74,7 +74,7 @@ def test_sums_of_rows(rows: int, columns: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATED)
 def test_activations_and_their_gradients(activation: str, dtype: torch.dtype) -> None:
     u, g = (normal(1001, 1536) * 3).to(dtype), normal(1002, 1536)[1:].to(dtype)
     u[0, :4] = torch.tensor([0.0, 1e-4, -40.0, 40.0])
@@ -87,10 +87,12 @@ def test_activations_and_their_gradients(activation: str, dtype: torch.dtype) ->
     assert distance(sums.sum(0), of_u.sum(0)) < (1e-3 if dtype == torch.bfloat16 else 1e-6)  # whose slopes are approximate
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
-@pytest.mark.parametrize(("rows", "features", "hidden"), [(1, 64, 128), (1001, 384, 1536), (25216, 64, 256), (6001, 64, 3072)])
-def test_hidden_units_and_their_gradients(rows: int, features: int, hidden: int, activation: str, dtype: torch.dtype) -> None:
+HIDDEN = [(1, 64, 128), (1001, 384, 1536), (25216, 64, 256), (6001, 64, 3072)]
+
+
+@pytest.mark.parametrize(("size", "activation", "dtype"), all_pairs(HIDDEN, ACTIVATED, HALVES), ids=str)
+def test_hidden_units_and_their_gradients(size: tuple[int, int, int], activation: str, dtype: torch.dtype) -> None:
+    rows, features, hidden = size
     x, dy, bias = (normal(*shape).to(dtype) for shape in ((rows, features), (rows, features + 1), (hidden,)))
     dy = dy[:, :-1]
     first, last = (normal(*shape).div(features**0.5).to(dtype) for shape in ((hidden, features), (features, hidden)))
@@ -118,10 +120,13 @@ def test_factors_are_multiplied_out(architecture: Architecture, dtype: torch.dty
     assert torch.equal(multiplied_out(factors, 3, torch.bfloat16), multiplied_out(factors, 3, torch.float32).bfloat16())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("name", "width"), [*((name, 384) for name in TRAINED), *((name, 768) for name in FACTOR_BY_FACTOR)])
-def test_gradients_beside_those_of_the_definition(name: str, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+FORMS = [*((name, 384) for name in TRAINED), *((name, 768) for name in FACTOR_BY_FACTOR)]
+
+
+@pytest.mark.parametrize(("form", "dtype"), [*zip(FORMS, cycle(HALVES))], ids=str)
+def test_gradients_beside_those_of_the_definition(form: tuple[str, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where other uses of x add to its gradient."""
+    name, width = form
     by_factors = list[object]()
     monkeypatch.setattr(training, "_back_wide", lambda *given, own=training._back_wide: by_factors.append(given) or own(*given))
     wide, operation = to_train(name, 301, width)
@@ -140,38 +145,3 @@ def test_gradients_beside_those_of_the_definition(name: str, width: int, dtype: 
         beside = torch.randn_like(wide)
         found = torch.autograd.grad(trained_with_x(x, operation), (x, *operation.tensors), (dy.to(dtype), beside.to(dtype)))
         assert max(map(distance, found, (of_x + beside, *expected))) < 4 * ROUNDED[dtype]
-
-
-def test_training_moves_the_weights_that_a_captured_step_reads() -> None:
-    torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10).cuda().train()
-    flysurgery.convert(model, "gonon")
-    x, classes = torch.randn(16, 3, 224, 224, device="cuda"), torch.arange(16, device="cuda") % 10
-    with torch.autocast("cuda", torch.bfloat16):
-        flysurgery.optimize(model, x, training="captured")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
-
-    def step() -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            loss = functional.cross_entropy(model(x).float(), classes)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        first = [float(step()) for _ in range(3)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        loss = step()
-    for _ in range(10):
-        graph.replay()
-    before = {name: each.clone() for name, each in model.state_dict().items()}
-    graph.replay()
-    replayed = float(loss)
-    model.load_state_dict(before)
-    assert float(step()) == pytest.approx(replayed, rel=0.02), "a replay reads the weights of now"
-    for _ in range(30):
-        graph.replay()
-    assert float(loss) < 0.2 * first[0]

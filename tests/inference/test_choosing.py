@@ -160,12 +160,11 @@ def test_a_dense_model_that_does_not_run_is_one_sentence(dense: nn.Module, plan:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("optimized", [False, True])
-def test_on_a_gpu_every_choice_is_timed_and_the_model_gets_no_slower(optimized: bool) -> None:
+def test_on_a_gpu_every_choice_is_timed_and_the_model_gets_no_slower() -> None:
     model = small(convert=False, embed_dim=64, depth=1).cuda().half()
     made = flysurgery.plan(model, "lowrank")
     try:
-        _, _, measurement = choose_measured(made, model, Setting(64, optimized=optimized))
+        _, _, measurement = choose_measured(made, model, Setting(64, optimized=True))
     except PlanError as error:
         assert "nothing would be replaced" in str(error)
     else:

@@ -17,6 +17,7 @@ from recipes.vit_units import PaperBlock, Residual, paper_feed_forward
 from tests.inference.conftest import FFN_LAUNCHES
 from tests.inference.models import BLOCK, SMALL, check_fused, keeps_outputs, ready, small
 from tests.support.composed import Composed
+from tests.support.problems import all_pairs
 from tests.support.tolerance import assert_equal
 
 WIDTH = 48
@@ -229,10 +230,11 @@ GPU_MODELS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("faster")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("convert", [False, True])
-@pytest.mark.parametrize(("name", "options"), GPU_MODELS)
-def test_on_a_gpu_models_keep_their_outputs(name: str, options: dict[str, Any], convert: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("given", "dtype", "convert"), all_pairs(GPU_MODELS, (torch.float16, torch.bfloat16, torch.float32), (False, True)), ids=str
+)
+def test_on_a_gpu_models_keep_their_outputs(given: tuple[str, dict[str, Any]], dtype: torch.dtype, convert: bool) -> None:
+    name, options = given
     model = small(name, convert=convert, **GPU_SIZES | options).cuda().to(dtype)
     x = torch.randn((65, 3, 48, 48), generator=torch.Generator().manual_seed(2)).cuda().to(dtype)
     fused = keeps_outputs(model, x).fused

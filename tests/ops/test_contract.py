@@ -1,9 +1,9 @@
 """What every backend has to keep: on the CPU, on CUDA by those that PyTorch's operators make up, and by our kernels in each mode."""
 
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -208,8 +208,10 @@ def test_gradients(way: Way, architecture: Architecture, rows: int) -> None:
             assert_factor_gradient_bounded(gradient, index, x.detach(), [factor.detach() for factor in factors], dy, mode)
 
 
-@each_way(*CUDA_WAYS)
-@pytest.mark.parametrize(("architecture", "rows"), [*zip(ARCHITECTURES, itertools.cycle(LARGE_ROWS))], ids=str)
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("way", "architecture", "rows"), [*zip(cycle(CUDA_WAYS), ARCHITECTURES, cycle(LARGE_ROWS))], ids=str, indirect=["way"]
+)
 def test_large_batches(way: Way, architecture: Architecture, rows: int) -> None:
     for mode in way.modes_for(architecture, rows):
         check_layer(way.run, way.yardstick, architecture, rows, mode, way.device, bias_apart=way.bias_apart)
