@@ -1,7 +1,6 @@
 """What is packed in a captured graph runs ahead of what is queued, and behind every write to what it is packed from."""
 
 import gc
-from collections.abc import Callable
 from contextlib import suppress
 from weakref import ref
 
@@ -11,11 +10,8 @@ from torch import Tensor, nn
 
 from flysurgery.gpu import branch
 from flysurgery.gpu.branch import Branch, ahead, begin_ahead
-from flysurgery.gpu.uncounted_writes import doubt_trained
-from flysurgery.gpu.weight_cache import forget_derived
+from tests.gpu.writes import CPU, WRITES, Use, uncounted, unseen
 from tests.support.captured import Capture, Stream
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -37,84 +33,29 @@ def pack(weight: Tensor) -> list[Tensor]:
         return [ahead((weight,), lambda: weight * 2.0) for _ in range(branch._BRANCHES)]
 
 
-def unseen(weight: nn.Parameter) -> None:
-    weight.data.mul_(2.0)
-
-
-class Hidden(torch.optim.Optimizer):
-    """Writes through ``data``, as kernels of other libraries do, and calls what packs the weight before the step has ended."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__([weight], {})
-
-    def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for _ in range(2):
-            pack(self.param_groups[0]["params"][0])
-            unseen(self.param_groups[0]["params"][0])
-        pack(self.param_groups[0]["params"][0])
-
-
-def by_data_behind_a_backward_pass(weight: nn.Parameter) -> None:
-    doubt_trained([weight])
-    unseen(weight)
-
-
-def given_other_memory(weight: nn.Parameter) -> None:
-    weight.data = weight.data * 2.0
-
-
-def filled_again(weight: nn.Parameter) -> None:
+def filled_again(weight: nn.Parameter, use: Use) -> None:
     """As FSDP2 fills a parameter whose memory it has taken."""
     size = weight.untyped_storage().nbytes()
     weight.untyped_storage().resize_(0)
     begin_ahead(CPU)
     weight.untyped_storage().resize_(size)
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):  # pyright: ignore[reportPrivateImportUsage]
-        weight.fill_(1.0)
+    uncounted(weight)
 
 
-def part_of_larger_memory(weight: nn.Parameter) -> None:
-    """As DeepSpeed lays parameters; the version of a part is its own."""
-    flat = torch.ones(32)
-    weight.data = flat[:16].view(4, 4)
-    branch.know((weight,))
-    begin_ahead(CPU)
-    flat.mul_(2.0)
-
-
-def forgotten(weight: nn.Parameter) -> None:
-    unseen(weight)
-    forget_derived()
-
-
-def before_the_model_begins_again(weight: nn.Parameter) -> None:
-    unseen(weight)
-    begin_ahead(CPU)
-
-
-WRITES: dict[str, Callable[[nn.Parameter], object]] = {
-    "in place": lambda weight: weight.detach().mul_(2.0),
-    "to a view": lambda weight: weight.detach()[:2].mul_(2.0),
-    "SGD": lambda weight: torch.optim.SGD([weight], 0.1).step(),
-    "optimizer that writes through data": lambda weight: Hidden(weight).step(),
-    "through data behind a backward pass": by_data_behind_a_backward_pass,
-    "through data, then forgotten": forgotten,
-    "through data, before the model begins again": before_the_model_begins_again,
-    "swapped": lambda weight: torch.utils.swap_tensors(weight, nn.Parameter(weight.detach() * 2.0)),
-    "other memory": given_other_memory,
+OF_CAPTURES = WRITES | {
     "the same memory, filled again": filled_again,
-    "part of a larger memory": part_of_larger_memory,
+    "through data, before the model begins again": lambda weight, use: (unseen(weight), begin_ahead(CPU)),
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", OF_CAPTURES)
 def test_writes_are_waited_for(capture: Capture, weight: nn.Parameter, write: str) -> None:
     weight.grad = torch.ones_like(weight)
     with capture:
         begin_ahead(CPU)
         for _ in range(2):
             pack(weight)
-            WRITES[write](weight)
+            OF_CAPTURES[write](weight, lambda: pack(weight))
         pack(weight)
     assert capture.races == []
 
