@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from flysurgery.gpu import remembered_calls
@@ -97,23 +99,43 @@ def layer() -> Layer:
     return layer
 
 
-def test_calls_that_look_the_same_are_repeated(layer: Layer) -> None:
-    x = torch.ones(FEATURES)
-    first = layer(x)
-    kept = first.clone()
-    layer.check(0, 2 * x)
-    assert_equal(first, kept)
-    with torch.inference_mode():
+KINDS = {
+    "inputs": lambda x: x,
+    "of another shape": lambda x: x[None],
+    "with gradients": lambda x: x.clone().requires_grad_(),
+    "at another address modulo 16 bytes": lambda x: torch.cat([x[:1], x])[1:],
+}
+MODES = {"gradients": torch.enable_grad, "no gradients": torch.no_grad, "inference": torch.inference_mode}
+
+
+@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from([*KINDS]), st.sampled_from([*MODES]), st.booleans()), max_size=12))
+def test_calls_that_look_the_same_are_repeated(calls: list[tuple[str, str, bool]]) -> None:
+    """Each first one is asked for, and all under autocast; no result is written to later."""
+    layer = Layer()
+    layer.check(1)  # packs
+    seen, kept = set(), []
+    for kind, mode, cast in calls:
+        with MODES[mode](), torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            x = KINDS[kind](torch.randn(FEATURES))
+            look = kind, mode == "gradients"
+            layer.check(int(cast or look not in seen), x)
+            seen |= set() if cast else {look}
+            y = layer(x)
+            assert y.is_inference() == (mode == "inference")
+        kept.append((y, y.clone()))
+    for y, before in kept:
+        assert_equal(y, before)
+
+
+def test_no_kernel_has_gradients_and_forwards_may_be_set(layer: Layer) -> None:
+    layer.weight.requires_grad_()
+    layer.check(1)
+    with torch.no_grad():
         layer.check(1)
         layer.check(0)
-        assert layer(torch.ones(FEATURES)).is_inference()
-
-
-def test_other_operands_are_asked_for(layer: Layer) -> None:
-    layer.check(1, torch.randn(1, FEATURES))
-    layer.check(1, torch.randn(1, FEATURES, requires_grad=True))
-    layer.check(1, torch.randn(FEATURES + 1)[1:])  # at another address modulo 16 bytes
-    layer.check(0)
+        layer.forward, forward = lambda x: forward(x), layer.forward
+        layer.check(1)
 
 
 def fused_step(layer: Layer) -> None:
@@ -164,20 +186,6 @@ def test_what_was_noted_is_let_go_of_once_parameters_have_moved(layer: Layer) ->
     assert left() is None
     other.check(0)
     layer.check(1)
-
-
-def test_flags_and_settings_are_asked_for(layer: Layer) -> None:
-    layer.weight.requires_grad_()
-    layer.check(1)  # no kernel has gradients
-    with torch.no_grad():
-        layer.check(1)
-        layer.check(0)
-    with torch.autocast("cpu", torch.bfloat16):
-        layer.check(1)
-        layer.check(1)
-    layer.forward, forward = lambda x: forward(x), layer.forward
-    with torch.no_grad():
-        layer.check(1)
 
 
 @pytest.mark.parametrize("between", [lambda y: y + 1, lambda y: y.mul_(3)], ids=["elsewhere", "in place"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flysurgery.gpu import cache_folder, table
+from flysurgery.gpu import table
 from flysurgery.gpu.table import SCHEMA, TunedCase, TunedEntry, save_entries, tuned_config, user_table
 from flysurgery.patterns import Architecture
 
@@ -63,14 +63,6 @@ def test_a_damaged_table_is_ignored_and_replaced(content: str, cache: Path) -> N
     assert warps(196) is None
     save_entries([entry(196, 4)])
     assert warps(196) == 4
-
-
-def test_an_unwritable_folder_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("FLYSURGERY_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(cache_folder, "_warned", set())
-    with pytest.warns(RuntimeWarning, match="autotuned configurations cannot be kept"):
-        save_entries([entry(196, 4)])
 
 
 def test_shipped_tables_are_whole() -> None:

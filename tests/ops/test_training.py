@@ -49,25 +49,17 @@ def test_a_gradient_may_come_from_inference_mode() -> None:
     assert_near(found, torch.autograd.grad(operation.plainly(x).sum(), (x,))[0])
 
 
-@pytest.mark.parametrize("needs_x", [True, False])
+@pytest.mark.parametrize(("needs_x", "used"), [(True, (0, 1)), (True, (0,)), (True, (1,)), (False, (0, 1))])
 @pytest.mark.parametrize("name", ["dense q, k, v", "factors side by side", "factors beside dense", "norm without weights"])
-def test_the_gradient_of_other_uses_of_x_is_added(name: str, needs_x: bool) -> None:
+def test_the_gradient_of_other_uses_of_x_is_added(name: str, needs_x: bool, used: tuple[int, ...]) -> None:
+    """Also where one of both results is not used."""
     x, operation = to_train(name, ROWS, WIDTH)
     x = x.detach()[None].requires_grad_(needs_x)
     found, expected, inputs = trained_with_x(x, operation), (operation.plainly(x), x), (x, *operation.tensors)[not needs_x :]
     assert torch.equal(found[1], x) and found[1].grad_fn is found[0].grad_fn
     weights = torch.randn_like(found[0]), torch.randn(1, WIDTH, ROWS, dtype=x.dtype).mT
-    losses = [(results[0] * weights[0]).sum() + (results[1] * weights[1]).sum() for results in (found, expected)]
-    for ours, theirs in zip(*(torch.autograd.grad(loss, inputs) for loss in losses), strict=True):
-        assert_near(ours, theirs)
-
-
-@pytest.mark.parametrize("last", [0, 1])
-def test_a_result_that_is_not_used_has_no_gradient(last: int) -> None:
-    x, operation = to_train("dense q, k, v", ROWS, WIDTH)
-    expected = torch.autograd.grad((operation.plainly(x), x * 1.0)[last].sum(), (x, *operation.tensors), materialize_grads=True)
-    found = torch.autograd.grad(trained_with_x(x, operation)[last].sum(), (x, *operation.tensors))
-    for ours, theirs in zip(found, expected, strict=True):
+    losses: list[Any] = [sum((results[place] * weights[place]).sum() for place in used) for results in (found, expected)]
+    for ours, theirs in zip(*(torch.autograd.grad(loss, inputs, materialize_grads=True) for loss in losses), strict=True):
         assert_near(ours, theirs)
 
 
@@ -99,29 +91,24 @@ def by_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         take_hidden_units(monkeypatch)
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("name", TRAINED)
-def test_captured_steps_wait_for_all_that_they_read(name: str, by_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_wait_for_all_that_they_read(name: str, by_hand: bool, by_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: without an optimizer, through ``data``, of which PyTorch counts nothing; a step packs first on the branch of the last."""
     x, operation = to_train(name, ROWS, 192)
     optimizer = torch.optim.SGD(operation.tensors, 0.1)
+    if by_hand:
+        monkeypatch.setattr(branch, "_BRANCHES", 1)
 
     def step() -> None:
-        begin_ahead(x.device)
+        if not by_hand:
+            begin_ahead(x.device)
         trained(x, operation).sum().backward()
-        optimizer.step()
-
-    assert races_of_steps(step, monkeypatch) == []
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_captured_steps_wait_for_what_is_written_by_hand(name: str, by_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an optimizer, through ``data``, of which PyTorch counts nothing. What a step packs first is on the branch of the last."""
-    monkeypatch.setattr(branch, "_BRANCHES", 1)
-    x, operation = to_train(name, ROWS, 192)
-
-    def step() -> None:
-        trained(x, operation).sum().backward()
-        for tensor in operation.tensors:
-            tensor.data.sub_(0.1)
+        if by_hand:
+            for tensor in operation.tensors:
+                tensor.data.sub_(0.1)
+        else:
+            optimizer.step()
 
     assert races_of_steps(step, monkeypatch) == []
 
