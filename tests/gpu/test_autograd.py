@@ -14,8 +14,8 @@ from flysurgery.factors import ks_einsum
 from flysurgery.gpu import weight_cache as derivation
 from flysurgery.gpu.gradients import EagerLinear
 from flysurgery.patterns import Architecture
-from tests.support.problems import make_factors, make_input, make_integers, make_vector
-from tests.support.tolerance import FP32, FP64, assert_equal
+from tests.support.problems import make_integers
+from tests.support.tolerance import FP64, assert_equal
 
 TWO = Architecture.of((2, 3, 4, 3), (1, 8, 5, 3))
 THREE = Architecture.of((3, 2, 4, 2), (2, 3, 5, 4), (2, 5, 6, 4))
@@ -101,15 +101,6 @@ def test_double_backward_is_refused(call: Call) -> None:
         (dx,) = torch.autograd.grad(call(x, factors, biases, 1).square().sum(), x, create_graph=True)
         with pytest.raises(BackendError, match="backend='bmm'"):
             torch.autograd.grad(dx.sum(), x)
-
-
-def test_wider_factors_get_gradients_in_their_own_dtype() -> None:
-    x = make_input(4, TWO.in_features, FP32).requires_grad_()
-    factors = [factor.requires_grad_() for factor in make_factors(TWO, FP64)]
-    biases = [make_vector(TWO.out_features, FP64).requires_grad_()]
-    dx, *others = torch.autograd.grad(eager(x, factors, biases, 1).sum(), (x, *factors, *biases))
-    assert dx.dtype == torch.float32
-    assert all(other.dtype == torch.float64 for other in others)
 
 
 @pytest.mark.parametrize("linears", [1, 3])
