@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from flysurgery.ops import ks_linear
 from flysurgery.patterns import Architecture
 from tests.support.problems import make_factors, make_input, make_vector
-from tests.support.tolerance import BF16, FP16, FP32_BY_FP16_PAIRS, Arithmetic, assert_bounded
+from tests.support.tolerance import FP16, FP32_BY_FP16_PAIRS, OF_DTYPE, Arithmetic, assert_bounded
 
 SQUARE = Architecture.of((1, 192, 48, 2), (2, 48, 192, 1))
 DEEP = Architecture.of((1, 64, 64, 4), (4, 32, 32, 2), (8, 32, 32, 1))
-ARITHMETIC = {torch.float32: FP32_BY_FP16_PAIRS, torch.float16: FP16, torch.bfloat16: BF16}
 
 
 class Layer(nn.Module):
@@ -37,4 +36,4 @@ def check(out: Tensor, layer: Layer, x: Tensor) -> None:
 
 def check_product(out: Tensor, x: Tensor, factors: Sequence[Tensor], bias: Tensor) -> None:
     factors = [factor.detach().to(x.dtype) for factor in factors]
-    assert_bounded(out.detach(), x, factors, bias.detach().to(x.dtype), ARITHMETIC[x.dtype])
+    assert_bounded(out.detach(), x, factors, bias.detach().to(x.dtype), (OF_DTYPE | {torch.float32: FP32_BY_FP16_PAIRS})[x.dtype])

@@ -2,11 +2,10 @@
 
 import copy
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu import weight_space
@@ -75,17 +74,6 @@ def test_compiles_whole_and_for_any_number_of_rows(mode: Arithmetic) -> None:
         right = torch.autograd.grad(expected, (y, *layer.parameters()), dy)
         for ours, theirs in zip(left[:-1], right[:-1], strict=True):
             assert_equal(ours, theirs)
-
-
-def test_threads_that_have_not_used_the_device() -> None:
-    layer, x = Layer().requires_grad_(False), rows_of(64)
-    expected = layer(x)
-    torch.cuda.synchronize()
-    with ThreadPoolExecutor(4) as pool:
-        outs = [*pool.map(layer, [x] * 4)]
-    torch.cuda.synchronize()
-    for out in outs:
-        assert_equal(out, expected)
 
 
 def test_a_second_device() -> None:
@@ -189,33 +177,6 @@ def test_inference_in_a_graph(architecture: Architecture) -> None:
     layer(x)  # a call outside brings new weights to the graph
     graph.replay()
     check(out, layer, x)
-
-
-def test_a_training_step_in_a_graph() -> None:
-    layer, x = Layer(mode=FP32_BY_FP16_PAIRS), rows_of(300, FP32_BY_FP16_PAIRS)
-    reference = copy.deepcopy(layer)
-    optimizers = [torch.optim.SGD(module.parameters(), 0.05) for module in (layer, reference)]
-
-    def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad(set_to_none=False)
-        module(x).square().mean().backward()
-        optimizer.step()
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step(layer, optimizers[0])
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(layer, optimizers[0])
-    for _ in range(3):
-        graph.replay()
-    for _ in range(5):
-        step(reference, optimizers[1])
-    for ours, theirs in zip(layer.parameters(), reference.parameters(), strict=True):
-        assert_equal(ours, theirs)
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -1,5 +1,6 @@
 """Gradients of wide feed-forward blocks factor by factor, on a CPU: what the kernels would compute, from the images that they read."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -84,27 +85,22 @@ def drawn(pair: Pair, left_out: tuple[str, ...], dtype: torch.dtype = torch.floa
     return operation
 
 
-@pytest.mark.parametrize("left_out", LEFT_OUT, ids=str)
-@pytest.mark.parametrize("name", PAIRS)
-def test_gradients_are_those_of_the_definition(name: str, left_out: tuple[str, ...]) -> None:
+LEARNING = [("Gonon et al.", (), learning) for learning in ("up", "down", "norm")]
+
+
+@pytest.mark.parametrize(("name", "left_out", "learning"), [*product(PAIRS, LEFT_OUT, [""]), *LEARNING], ids=str)
+def test_gradients_are_those_of_the_definition(name: str, left_out: tuple[str, ...], learning: str) -> None:
+    """Of all layers, or of one that learns alone."""
     operation = drawn(PAIRS[name], left_out)
+    learners = getattr(operation, learning).tensors if learning else operation.tensors
+    for tensor in operation.tensors:
+        tensor.requires_grad_(any(tensor is own for own in learners))
     for rows in (1, 5):
         x = torch.randn(rows, PAIRS[name][0].in_features, dtype=torch.float64, requires_grad=True)
-        inputs, dy = (x, *operation.tensors), torch.randn(rows, PAIRS[name][1].out_features, dtype=torch.float64)
+        inputs, dy = (x, *learners), torch.randn(rows, PAIRS[name][1].out_features, dtype=torch.float64)
         found = torch.autograd.grad(trained(x, operation), inputs, dy)
         for ours, theirs in zip(found, torch.autograd.grad(operation.plainly(x), inputs, dy), strict=True):
             assert ours.dtype == theirs.dtype and float((ours - theirs).abs().max()) < 1e-6 * float(theirs.abs().max())  # sums are float32
-
-
-@pytest.mark.parametrize("learning", ["up", "down", "norm"])
-def test_layers_that_do_not_learn_get_no_gradients(learning: str) -> None:
-    operation = drawn(PAIRS["Gonon et al."], ())
-    for tensor in operation.tensors:
-        tensor.requires_grad_(any(tensor is own for own in getattr(operation, learning).tensors))
-    x = torch.randn(5, 384, dtype=torch.float64, requires_grad=True)
-    inputs = (x, *getattr(operation, learning).tensors)
-    found, expected = (torch.autograd.grad(y.square().sum(), inputs) for y in (trained(x, operation), operation.plainly(x)))
-    assert all(float((ours - theirs).abs().max()) < 1e-6 * float(theirs.abs().max()) for ours, theirs in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("left_out", [(), ("scale",)], ids=str)

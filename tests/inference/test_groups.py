@@ -1,5 +1,6 @@
 """Groups by dataflow: blocks, halves, rows of halves and gated ones; fused where they are the model itself too, and the way back."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,10 @@ import flysurgery
 from flysurgery.inference.find_groups import find_groups
 from recipes.vit_units import PaperBlock, Residual, paper_feed_forward
 from tests.inference.conftest import FFN_LAUNCHES
-from tests.inference.models import BLOCK, SMALL, check_fused, keeps_outputs, ready, small
+from tests.inference.models import BLOCK, SMALL, check_fused, ready, small
 from tests.support.composed import Composed
 from tests.support.problems import all_pairs
-from tests.support.tolerance import assert_equal
+from tests.support.tolerance import OF_DTYPE, assert_epilogue_comparable, assert_equal
 
 WIDTH = 48
 ATTENTION = BLOCK[:3]
@@ -237,10 +238,14 @@ def test_on_a_gpu_models_keep_their_outputs(given: tuple[str, dict[str, Any]], d
     name, options = given
     model = small(name, convert=convert, **GPU_SIZES | options).cuda().to(dtype)
     x = torch.randn((65, 3, 48, 48), generator=torch.Generator().manual_seed(2)).cuda().to(dtype)
-    fused = keeps_outputs(model, x).fused
-    assert sum(row.group == "ffn" for row in fused) == 2
-    if "eva" not in name:
-        assert {"patch_embed", "patch_embed.proj"} <= {row.fqn for row in fused}
-        flysurgery.optimize(model, x)
-        with torch.no_grad():
-            assert_equal(flysurgery.capture(model, x)(x), model(x))
+    with torch.no_grad():
+        truth, before = copy.deepcopy(model).double()(x.double()), model(x)
+        report = flysurgery.optimize(model, x)
+        found = model(x)
+        assert_epilogue_comparable(found, before, truth, OF_DTYPE[dtype])
+        assert sum(row.group == "ffn" for row in report.fused) == 2
+        if "eva" not in name:
+            assert {"patch_embed", "patch_embed.proj"} <= {row.fqn for row in report.fused}
+            assert_equal(flysurgery.capture(model, x)(x), found)
+        assert report.restore() > 0
+        assert_equal(model(x), before)
