@@ -3,6 +3,7 @@
 import copy
 import importlib
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -116,50 +117,6 @@ def test_training_mode_hooks_and_active_dropouts_leave_a_group_as_it_was(called:
     assert isinstance(model.get_submodule("blocks.1.mlp"), StandIn)  # without the dropout and the sum behind it
 
 
-@pytest.mark.parametrize(
-    ("name", "inner"), [("vit_tiny_patch16_224", "blocks.0.norm2"), ("vit_pytorch.vit:ViT", "transformer.layers.0.0.norm")]
-)
-def test_hooks_set_later_training_mode_and_autocast_get_the_own_modules(called: list[str], name: str, inner: str) -> None:
-    model = ready(build(name, VIT if ":" in name else SMALL))
-    x, seen = images(model), list[Tensor]()
-
-    def hooked() -> Tensor:
-        handle = model.get_submodule(inner).register_forward_hook(lambda module, args, result: seen.append(result))
-        y = model(x)
-        handle.remove()
-        return y
-
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = model(x)
-    before = hooked()
-    flysurgery.optimize(model)
-    assert_equal(model(x), before)
-    whole = called.copy()
-    called.clear()
-    assert_equal(hooked(), before)
-    assert_equal(seen[1], seen[0])
-    assert len(called) < len(whole)
-    called.clear()
-    model.train()(x)
-    model.eval()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_equal(model(x), cast)
-    assert called == []
-    assert_equal(model(x), before)
-    assert called == whole
-
-
-def test_a_hook_on_a_module_that_is_fused_alone_runs_once_in_a_call(called: list[str]) -> None:
-    model, runs, name = small(), [], "patch_embed.proj"
-    x = images(model)
-    flysurgery.optimize(model)
-    model.get_submodule(name).register_forward_hook(lambda *_: runs.append(name))
-    for autocast in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            model(x)
-    assert len(runs) == 2
-
-
 def test_parts_and_wholes_know_of_each_other(called: list[str]) -> None:
     model = small()
     x = torch.randn(2, 17, 48)
@@ -180,35 +137,6 @@ def test_parts_and_wholes_know_of_each_other(called: list[str]) -> None:
     assert flysurgery.restore(model) == 4
     assert flysurgery.restore(model) == 0
     flysurgery.densify(model)
-
-
-@pytest.mark.parametrize(("itself", "kernels", "count"), [(False, WHOLE, 4), (True, BLOCK, 1)])
-def test_copies_pickles_and_state_dicts_follow(called: list[str], itself: bool, kernels: list[str], count: int) -> None:
-    model = small()
-    x = torch.randn(2, 17, 48) if itself else images(model)
-    model = model.get_submodule("blocks.0") if itself else model
-    plain, before = copy.deepcopy(model), model(x)
-    flysurgery.optimize(model, x)
-    double, read = copy.deepcopy(model), saved(model)
-    changed = {name: 0.5 * tensor for name, tensor in model.state_dict().items()}
-    plain.load_state_dict(changed)
-    model.load_state_dict(changed, assign=not itself)
-    for each, expected in ((model, plain(x)), (double, before), (read, before)):
-        called.clear()
-        assert_equal(each(x), expected)
-        assert called == kernels
-        assert type(each) is type(plain)
-        handle = each.get_submodule("mlp.fc1" if itself else "blocks.1.mlp.fc1").register_forward_hook(lambda *_: None)
-        assert_equal(each(x), expected)
-        assert len(called) < 2 * len(kernels)  # a hook inside sends the call to the own forward, of copies too
-        handle.remove()
-        assert flysurgery.restore(each) == count
-        called.clear()
-        assert_equal(each(x), expected)
-        assert not called
-    half = model.bfloat16()
-    flysurgery.optimize(half, x.bfloat16())
-    assert_equal(half(x.bfloat16()), plain.bfloat16()(x.bfloat16()))
 
 
 def compiled_in_place() -> nn.Module:
@@ -244,17 +172,11 @@ def test_models_and_examples_that_cannot_be_optimized_are_left_with_one_sentence
         flysurgery.optimize("vit_tiny_patch16_224")  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(
-    ("model", "example", "words"),
-    [
-        (nn.Linear(3, 4), torch.zeros(2, 3), "one CUDA device, got an input on cpu, weights on cpu"),
-        ("vit_tiny_patch16_224", torch.zeros(2, 3), "expected a torch.nn.Module to capture, got str"),
-        (nn.Linear(3, 4), (torch.zeros(2, 3),), "expected a tensor as example, got tuple"),
-    ],
-)
-def test_what_cannot_be_captured_is_refused_in_one_sentence(model: Any, example: Any, words: str) -> None:
-    with pytest.raises(InferenceError, match=words):
-        flysurgery.capture(model, example)
+def test_what_cannot_be_captured_is_refused_in_one_sentence() -> None:
+    model, x = nn.Linear(3, 4), torch.zeros(2, 3)
+    for given, words in (((model, x), "one CUDA device"), (("vit", x), "to capture, got str"), ((model, (x,)), "as example, got tuple")):
+        with pytest.raises(InferenceError, match=words):
+            flysurgery.capture(*given)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_folder_keeps_the_plain_weights(called: list[str], tmp_path: Path) -> None:
@@ -272,27 +194,33 @@ def test_a_folder_keeps_the_plain_weights(called: list[str], tmp_path: Path) -> 
         assert called == kernels
 
 
-@pytest.mark.parametrize(
-    ("name", "itself"), [("vit_tiny_patch16_224", False), ("eva02_base_patch14_224", False), ("vit_tiny_patch16_224", True)]
-)
-def test_compiled_code_calls_fused_modules(called: list[str], name: str, itself: bool) -> None:
-    model = small(name)
-    x = torch.randn(2, 17, 48) if itself else images(model)
-    model = model.get_submodule("blocks.0") if itself else model
-    before = model(x)
-    flysurgery.optimize(model, x)
-    assert_equal(model(x), before)
-    kernels = called.copy()
-    run = torch.compile(model, backend="eager")
-    for _ in range(2):
-        called.clear()
-        with torch.no_grad():
-            assert_equal(run(x), before)
-        assert called == kernels and "ffn" in kernels
-    model.get_submodule("mlp" if itself else "blocks.1.mlp").register_forward_hook(lambda *_: None)
-    called.clear()
-    assert_equal(run(x), before)
-    assert len(called) < len(kernels)
+KINDS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "model": lambda: (model := small(), images(model)),
+    "block": lambda: (small().get_submodule("blocks.0"), torch.randn(2, 17, 48)),
+    "of two layers": lambda: (model := small("eva02_base_patch14_224"), images(model)),
+    "of vit-pytorch": lambda: (model := ready(build("vit_pytorch.vit:ViT", VIT)), images(model)),
+}
+Change = Callable[[nn.Module], Any]
+
+
+def loaded(assign: bool) -> Change:
+    return lambda model: model.load_state_dict({name: 0.5 * each for name, each in model.state_dict().items()}, assign=assign) and None
+
+
+def hooked(name: str) -> Change:
+    """By a hook that would cancel itself if it ran twice."""
+    return lambda model: model.get_submodule(name).register_forward_hook(lambda module, args, y: -y) and None
+
+
+def with_hooked_norm(model: nn.Module) -> None:
+    norm = [each for each in model.modules() if isinstance(each, nn.LayerNorm)][-2]
+    norm.register_forward_hook(lambda module, args, y: -y)
+
+
+def hooked_and_compiled(model: nn.Module) -> Any:
+    torch.compiler.reset()  # a compiler does not ask again for hooks
+    with_hooked_norm(model)
+    return torch.compile(model, backend="eager")
 
 
 def replace_layer(model: nn.Module) -> None:
@@ -303,7 +231,7 @@ def prune(model: nn.Module) -> None:
     model.prune_intermediate_layers([0], prune_norm=True, prune_head=True)  # pyright: ignore[reportCallIssue]
 
 
-def with_forward(name: str) -> Callable[[nn.Module], None]:
+def with_forward(name: str) -> Change:
     """Set a forward on a module, as one that keeps the attention's maps."""
 
     def change(model: nn.Module) -> None:
@@ -314,28 +242,53 @@ def with_forward(name: str) -> Callable[[nn.Module], None]:
     return change
 
 
-@pytest.mark.parametrize(
-    ("change", "fused"),
-    [
-        (replace_layer, BLOCK),
-        (prune, BLOCK),
-        (with_forward("blocks.0.attn"), BLOCK),
-        (with_forward("patch_embed.proj"), BLOCK * 2),
-    ],
-)
-def test_children_and_forwards_that_are_replaced_later_count(
-    called: list[str], change: Callable[[nn.Module], None], fused: list[str]
-) -> None:
-    model = small()
-    x, plain = images(model), copy.deepcopy(model)
-    flysurgery.optimize(model)
+OF_ALL: dict[str, tuple[Change, str]] = {
+    "copied": (copy.deepcopy, "all"),
+    "pickled": (saved, "all"),
+    "loaded": (loaded(False), "all"),
+    "assigned": (loaded(True), "all"),
+    "compiled": (lambda model: torch.compile(model, backend="eager"), "all"),
+    "in training mode": (nn.Module.train, "none"),
+    "hooked": (with_hooked_norm, "some"),
+}
+"""Of each kind of model, and whether all kernels still run, none, or some: in a whole model those of all blocks but one."""
+OF_MODEL: dict[str, tuple[Change, str]] = {
+    "hooked and compiled": (hooked_and_compiled, "some"),
+    "hooked layer": (hooked("blocks.1.mlp.fc1"), "some"),
+    "hooked patches": (hooked("patch_embed.proj"), "all"),
+    "another layer": (replace_layer, "some"),
+    "pruned": (prune, "some"),
+    "forward of attention": (with_forward("blocks.0.attn"), "some"),
+    "forward of patches": (with_forward("patch_embed.proj"), "all"),
+}
+
+
+@pytest.mark.parametrize(("kind", "change"), [*product(KINDS, OF_ALL), *product(["model"], OF_MODEL)])
+@torch.no_grad()
+def test_changed_both_ways_they_give_the_same(called: list[str], kind: str, change: str) -> None:
+    """And under autocast, where the own modules run, and once restored."""
+    model, x = KINDS[kind]()
+    plain, (apply, runs) = copy.deepcopy(model), (OF_ALL | OF_MODEL)[change]
+    flysurgery.optimize(model, x)
     model(x)
+    whole, changed = called.copy(), []
     for each in (model, plain):
         torch.manual_seed(1)
-        change(each)
+        found = apply(each)
+        changed.append(each if found is None else found)
     called.clear()
-    assert_equal(model(x), plain(x))
-    assert [name for name in called if name in BLOCK] == fused
+    assert_equal(changed[0](x), changed[1](x))
+    kernels = called.copy()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal(changed[0](x), changed[1](x))
+    assert called == kernels
+    if runs != "some":
+        assert kernels == whole * (runs == "all")
+    else:
+        assert len(kernels) == len(whole) - len(BLOCK) if kind == "model" else len(kernels) < len(whole)
+    assert flysurgery.restore(changed[0]) > 0
+    assert_equal(changed[0](x), changed[1](x))
+    assert called == kernels
 
 
 @pytest.mark.usefixtures("faster")
