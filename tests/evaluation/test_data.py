@@ -34,19 +34,6 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path / "pictures"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Ten grey images, from dark to bright, at two depths and of two sizes."""
-    for index in range(10):
-        place = tmp_path / "images" / ("a" if index < 5 else "b/c")
-        place.mkdir(parents=True, exist_ok=True)
-        pixels = np.full((20 + index, 40, 3), 25 * index, np.uint8)
-        pixels[:, 20:] += 9
-        Image.fromarray(pixels).save(place / f"{index}.png")
-    (tmp_path / "images" / "notes.txt").write_text("no image")
-    return tmp_path / "images"
-
-
 def bytes_of(images: Any) -> set[bytes]:
     return {image.numpy().tobytes() for image in images}
 
@@ -105,17 +92,24 @@ def test_pictures_that_are_damaged_or_too_large(workers: int, pictures: Path, mo
         assert "\n" not in str(caught.value)
 
 
-def test_a_folder_of_any_depth_gives_samples_that_are_spread_evenly_and_what_is_unreadable_is_made_up_for(folder: Path) -> None:
-    found = load_calibration(folder, model(7))
+def test_a_folder_of_any_depth_gives_samples_that_are_spread_evenly_and_what_is_unreadable_is_made_up_for(tmp_path: Path) -> None:
+    for index in range(10):  # from dark to bright
+        place = tmp_path / ("a" if index < 5 else "b/c")
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = np.full((20 + index, 40, 3), 25 * index, np.uint8)
+        pixels[:, 20:] += 9
+        Image.fromarray(pixels).save(place / f"{index}.png")
+    (tmp_path / "notes.txt").write_text("no image")
+    found = load_calibration(tmp_path, model(7))
     assert found.inputs.shape == (10, 3, 16, 16) and found.skipped == ()
     assert found.inputs.mean((1, 2, 3)).diff().min() > 0
-    assert torch.equal(load_calibration(folder, model(7), samples=5).inputs, found.inputs[::2])
-    (folder / "a" / "0.png").write_text("broken")
-    (folder / "b" / "c" / "6.png").write_bytes((folder / "b" / "c" / "6.png").read_bytes()[:40])
-    found = load_calibration(folder, model(7), samples=5)
+    assert torch.equal(load_calibration(tmp_path, model(7), samples=5).inputs, found.inputs[::2])
+    (tmp_path / "a" / "0.png").write_text("broken")
+    (tmp_path / "b" / "c" / "6.png").write_bytes((tmp_path / "b" / "c" / "6.png").read_bytes()[:40])
+    found = load_calibration(tmp_path, model(7), samples=5)
     assert len(found) == 5 and found.skipped == ("a/0.png", "b/c/6.png")
     with pytest.raises(DataError, match=r"9 samples are needed, and only 8 images can be read; unreadable are a/0\.png, b/c/6\.png$"):
-        load_calibration(folder, model(7), samples=9)
+        load_calibration(tmp_path, model(7), samples=9)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flysurgery.calibration import Samples
-from flysurgery.checkpoint import build_base, load, load_dense, save
-from flysurgery.errors import DataError, FlysurgeryError, OptionError, SurgeryError
-from flysurgery.evaluation import Accuracy, ImageData, compare, digits, evaluate, load_data, load_unseen
+from flysurgery.checkpoint import load, load_dense, save
+from flysurgery.errors import DataError, OptionError, SurgeryError
+from flysurgery.evaluation import ImageData, compare, digits, evaluate, load_data, load_unseen
 from flysurgery.inference import clock, optimize
 from flysurgery.surgery import convert
 from tests.support import models
@@ -62,7 +62,7 @@ def test_counts_of_data_and_of_any_iterable_of_images_and_labels() -> None:
         assert (found.top1, found.samples) == (6 / 7, 7)
     with pytest.raises(OptionError, match="at least 1, got 0"):
         evaluate(model, data(torch.eye(3), torch.tensor([0, 1, 0]), 3), batch_size=0)
-    assert str(Accuracy(0.985, 1.0, 599, 2.04)) == "top-1 98.50%, top-5 100.00% of 599 samples in 2.0 s"
+    assert str(few).startswith("top-1 66.67%, top-5 100.00% of 3 samples in ")
 
 
 def test_modes_are_set_back_images_cast_and_what_a_forward_makes_may_be_trained_with_later() -> None:
@@ -86,10 +86,8 @@ SEVEN = "test has 7 classes, so scores of shape"
         (Lookup(), 3, r"expected a model and then a DataLoader .*, got Lookup and int"),
         (Lookup(), [], "there are no images"),
         (Lookup(), [torch.zeros(2, 1, 1, 7)], r"batches \(images, labels\).*got \(torch.float32 \(2, 1, 1, 7\)\)"),
-        (Lookup(), [(torch.zeros(2, 1, 1, 7), torch.zeros(2, 7))], r"got .*torch.float32 \(2, 7\)\)"),
         (Lookup(), [(torch.zeros(2, 1, 1, 7), torch.tensor([0, 7]))], "tells 7 classes apart, got labels from 0 to 7"),
         (nn.Sequential(Lookup(), nn.Linear(CLASSES, 4)), SCORES, rf"{SEVEN} \(7, 7\) were expected, got \(7, 4\)"),
-        (nn.Sequential(Lookup(), nn.Linear(CLASSES, CLASSES), nn.Unflatten(0, (-1, 7))), SCORES, r"got \(1, 7, 7\)"),
     ],
 )
 def test_what_is_no_batch_of_images_and_labels_or_no_scores(model: nn.Module, given: Any, fact: str) -> None:
@@ -102,14 +100,12 @@ DEMO = Path(__file__).parents[2] / "checkpoints" / "digits_vit"
 
 
 def test_the_demo_is_as_accurate_and_small_as_stated_and_timm_opens_it() -> None:
-    model, base, base_args = load_dense(DEMO)
+    model = load_dense(DEMO)[0]
     found = evaluate(model, load_data("digits", model))
     stated = re.search(r"\*\*([\d.]+)%\*\* top-1", (DEMO / "README.md").read_text())
     assert stated is not None and f"{found.top1:.2%}" == f"{stated[1]}%"
     assert found.top1 >= 0.975 and found.samples == 599
     assert (DEMO / "model.safetensors").stat().st_size <= 4_000_000
-    skeleton = build_base(base, base_args, device="meta")
-    assert {n: t.shape for n, t in skeleton.state_dict().items()} == {n: t.shape for n, t in model.state_dict().items()}
     other, image = timm.create_model(f"local-dir:{DEMO}", pretrained=True).eval(), torch.randn(2, 1, 8, 8)
     with torch.no_grad():
         assert torch.equal(model(image), other(image))
@@ -172,44 +168,33 @@ def test_models_are_compared_on_images_of_a_folder_and_on_digits_and_fractals_th
     assert len(load_unseen("fractals", vit(), samples=20)) == 20
 
 
-def spoilt() -> nn.Module:
-    model = vit()
-    nn.init.constant_(model.norm.weight, float("nan"))
-    return model
-
-
-def normalized() -> nn.Module:
-    model = vit()
-    model.pretrained_cfg = {**model.pretrained_cfg, "mean": (0.1, 0.2, 0.3)}
-    return model
-
-
-def optimized() -> nn.Module:
-    model = vit()
+def optimized(model: nn.Module) -> None:
     with patch.object(clock, "medians_ms", return_value=(2.0, 1.0)):  # everything fused is faster
         optimize(model)
-    return model
 
 
 NO_NUMBERS = Samples(torch.full((4, 3, 16, 16), float("nan")))
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "another mean or standard deviation": lambda model: setattr(model, "pretrained_cfg", model.pretrained_cfg | {"mean": (0.1, 0.2, 0.3)}),
+    "gives outputs that are no finite numbers": lambda model: nn.init.constant_(model.norm.weight, float("nan")),
+    r"flysurgery.restore\(model\)": optimized,
+}
 
 
 @pytest.mark.parametrize(
-    ("model", "teacher", "data", "options", "error", "words"),
+    ("model", "teacher", "data", "options", "words"),
     [
-        (vit, lambda: vit(img_size=32), INPUTS, {}, DataError, "images of 3x16x16 and the one it is held against of 3x32x32"),
-        (vit, lambda: vit(num_classes=5), INPUTS, {}, DataError, "tells 10 classes apart and the one it is held against 5"),
-        (lambda: vit(embed_dim=32, num_classes=0), lambda: vit(num_classes=0), INPUTS, {}, DataError, "32 wide and the other model's 64"),
-        (normalized, vit, INPUTS, {}, DataError, "another mean or standard deviation"),
-        (spoilt, vit, INPUTS, {}, DataError, "gives outputs that are no finite numbers"),
-        (optimized, vit, INPUTS, {}, SurgeryError, r"flysurgery.restore\(model\)"),
-        (vit, vit, "digits", {"samples": 600}, DataError, "600 were asked for and there are 599"),
-        (vit, vit, NO_NUMBERS, {}, DataError, "NaN or infinite entries"),
-        (vit, vit, INPUTS, {"batch_size": 0}, OptionError, "batch_size must be at least 1, got 0"),
+        ({}, {"img_size": 32}, INPUTS, {}, "images of 3x16x16 and the one it is held against of 3x32x32"),
+        ({}, {"num_classes": 5}, INPUTS, {}, "tells 10 classes apart and the one it is held against 5"),
+        ({"embed_dim": 32, "num_classes": 0}, {"num_classes": 0}, INPUTS, {}, "32 wide and the other model's 64"),
+        *(({}, {}, INPUTS, {}, words) for words in CHANGES),
+        ({}, {}, "digits", {"samples": 600}, "600 were asked for and there are 599"),
+        ({}, {}, NO_NUMBERS, {}, "NaN or infinite entries"),
+        ({}, {}, INPUTS, {"batch_size": 0}, "batch_size must be at least 1, got 0"),
     ],
 )
-def test_models_that_cannot_be_compared_and_data_to_compare_on(
-    model: Callable[[], nn.Module], teacher: Callable[[], nn.Module], data: Any, options: Any, error: type[FlysurgeryError], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        compare(model(), teacher(), data, **options)
+def test_models_that_cannot_be_compared_and_data_to_compare_on(model: Any, teacher: Any, data: Any, options: Any, words: str) -> None:
+    made = vit(**model)
+    CHANGES.get(words, lambda model: None)(made)
+    with pytest.raises((DataError, OptionError, SurgeryError), match=words):
+        compare(made, vit(**teacher), data, **options)
