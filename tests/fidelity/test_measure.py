@@ -13,8 +13,6 @@ from flysurgery.fidelity import Fidelity, measure_fidelity
 from flysurgery.walker import Cut, find_cuts, survey
 from tests.support.models import images, vit
 
-TOKENS = (Cut("tokens", "output", (2, 3, 4), "tokens"),)
-
 
 class Toy(nn.Module):
     """Multiplies by a matrix, then adds an offset to each token."""
@@ -72,11 +70,12 @@ def test_prefix_tokens_count_in_the_error_and_not_in_the_token_cosine() -> None:
     inputs, offset = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(2)), torch.zeros(3, 4)
     offset[0] = 7
     teacher, student = (Toy(torch.eye(4), by, num_prefix_tokens=1) for by in (0.0, offset))
-    found = measure_fidelity(student, teacher, inputs.split(2), TOKENS)
+    cuts = (Cut("tokens", "output", (2, 3, 4), "tokens"),)
+    found = measure_fidelity(student, teacher, inputs.split(2), cuts)
     assert found.token_cosine == pytest.approx(1, abs=1e-6)
     assert found.relative_error == pytest.approx(float((5 * offset.square().sum() / inputs.square().sum()).sqrt()), rel=1e-5)
     student.num_prefix_tokens = 0
-    assert (measure_fidelity(student, teacher, inputs.split(2), TOKENS).token_cosine or 1) < 0.9
+    assert (measure_fidelity(student, teacher, inputs.split(2), cuts).token_cosine or 1) < 0.9
 
 
 def test_images_of_one_colour_give_finite_numbers_and_outputs_that_are_no_numbers_are_not_enough() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -58,8 +59,7 @@ def _pair(make: Make) -> tuple[nn.Module, nn.Module, Sequence[Cut]]:
 
 def pair(make: Make = timm_model) -> tuple[nn.Module, nn.Module, Sequence[Cut]]:
     """A converted model, the dense one, and where its blocks end."""
-    student, teacher, cuts = _pair(make)
-    return copy.deepcopy(student), copy.deepcopy(teacher), cuts
+    return copy.deepcopy(_pair(make))
 
 
 def check_unchanged(model: nn.Module, state: dict[str, Tensor]) -> None:
@@ -104,12 +104,8 @@ def test_it_is_never_worse_than_its_start(inputs: Tensor, rate: float) -> None:
 def test_an_interruption_leaves_the_model_as_it_was() -> None:
     student, teacher, cuts = pair()
     before, state = copy.deepcopy(student.state_dict()), torch.get_rng_state()
-
-    def stop(done: int, total: int, text: str) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        reconstruct(student, teacher, Samples(images(20)), cuts, SHORT, progress=stop)
+        reconstruct(student, teacher, Samples(images(20)), cuts, SHORT, progress=Mock(side_effect=KeyboardInterrupt))
     check_unchanged(student, before)
     check_unchanged(teacher, teacher.state_dict())
     assert torch.equal(torch.get_rng_state(), state)
@@ -135,17 +131,16 @@ def test_a_slow_machine_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_be_fitted_is_one_sentence() -> None:
     student, teacher, cuts = pair()
-    samples, spoilt, frozen = Samples(images(20)), copy.deepcopy(student), copy.deepcopy(student).requires_grad_(False)
-    with torch.no_grad():
-        spoilt.norm.weight.fill_(float("nan"))
+    spoilt, half, frozen = (copy.deepcopy(student) for _ in range(3))
+    nn.init.constant_(spoilt.norm.weight, float("nan"))
     for model, where, error, words in (
         (student, (), SurgeryError, "no place where one tensor carries everything on"),
-        (copy.deepcopy(student).bfloat16(), cuts, SurgeryError, "too small for weights in torch.bfloat16; convert the model in float32"),
+        (half.bfloat16(), cuts, SurgeryError, "too small for weights in torch.bfloat16; convert the model in float32"),
         (spoilt, cuts, DataError, "no finite numbers"),
-        (frozen, cuts, SurgeryError, "requires_grad=False"),
+        (frozen.requires_grad_(False), cuts, SurgeryError, "requires_grad=False"),
     ):
         with pytest.raises(error, match=words):
-            reconstruct(model, teacher, samples, where, SHORT)
+            reconstruct(model, teacher, Samples(images(20)), where, SHORT)
     for minutes in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(OptionError, match="minutes must be a positive number"):
             Settings(minutes=minutes)
