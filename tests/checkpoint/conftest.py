@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flysurgery.checkpoint import load, save
-from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, canonical, sha256_of_each
+from flysurgery.checkpoint.tensors import canonical
 from flysurgery.errors import CheckpointError
 from flysurgery.surgery import Report, install, plan
 from flysurgery.surgery import convert as convert_model
@@ -113,14 +113,6 @@ def rewrite(folder: Path, change: Callable[[Tensors, Metadata], object]) -> None
     tensors, metadata = read_weights(folder)
     change(tensors, metadata)
     save_file(tensors, folder / WEIGHTS_FILE, metadata)
-
-
-def list_tensors(tensors: Tensors, metadata: Metadata) -> None:
-    """Make the header's list of tensors true of them."""
-    dtypes = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-    hashes = sha256_of_each(tensors, tensors.__getitem__)
-    metadata["tensors"] = canonical({name: [dtypes[tensor.dtype], hashes[name]] for name, tensor in tensors.items()})
-    metadata["tensors_sha256"] = sha256(metadata["tensors"])
 
 
 def rewrite_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

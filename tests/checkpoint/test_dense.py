@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,6 @@ def test_formats_casts_and_training_checkpoints(wrap: str, weights: dict[str, Te
         ({"0.weight": None, "0.bias": None, "1.weight": None, "1.bias": None}, "4 missing: 0.weight, 0.bias, 1.weight, ..."),
         ({"2.weight": torch.zeros(1)}, "1 unknown: 2.weight"),
         ({"0.weight": torch.zeros(4, 5)}, r"1 of another shape: 0.weight is \[4, 5\] instead of \[4, 3\]"),
-        ({"0.bias": torch.zeros(()), "x": torch.zeros(1)}, "1 unknown: x; 1 of another shape"),
     ],
 )
 def test_weights_that_do_not_fit(changes: dict[str, Tensor | None], fact: str, weights: dict[str, Tensor], tmp_path: Path) -> None:
@@ -84,11 +82,9 @@ class Command:
         ("w.pt", {"model": Command()}, "Python objects are never unpickled"),
         ("w.pt", {}, "no state_dict"),
         ("w.pt", {"state_dict": {"0.weight": 3}}, "no state_dict"),
-        ("w.pt", torch.zeros(3), "no state_dict"),
         ("w.pt", b"", r"w\.pt"),
         ("w.safetensors", b"short", r"w\.safetensors"),
         ("w.npz", b"PK\x03\x04", r"w\.npz"),
-        ("nowhere.pt", None, r"there is no .*nowhere\.pt"),
         ("nowhere.safetensors", None, r"there is no .*nowhere\.safetensors"),
         ("", None, "cannot be read|is a folder"),
         ("w.pt", os.mkfifo, "is a pipe, expected a regular file"),
@@ -113,12 +109,10 @@ def test_opens_what_timm_saved(safe: bool, tmp_path: Path) -> None:
     nn.init.normal_(model.head.weight)
     timm.models.save_for_hf(model, str(tmp_path), safe_serialization=safe)
     rewrite_config(tmp_path, lambda config: config["pretrained_cfg"].update(mean=[0.1, 0.2, 0.3]))
-    loaded, base, base_args = load_dense(tmp_path)
+    loaded, base, _ = load_dense(tmp_path)
     assert torch.equal(outputs(loaded), outputs(model)) and not loaded.training and base == VIT
     assert loaded.pretrained_cfg["mean"] == (0.1, 0.2, 0.3)
     assert not any(loaded.pretrained_cfg.get(name) for name in ("tag", "license", "url", "hf_hub_id")), "timm notes them for any weights"
-    rebuilt = build_base(base, base_args, device="meta")
-    assert {n: t.shape for n, t in rebuilt.state_dict().items()} == {n: t.shape for n, t in model.state_dict().items()}
 
 
 def test_sizes_come_from_the_data_where_no_arguments_are_saved(tmp_path: Path) -> None:
@@ -137,7 +131,6 @@ def test_sizes_come_from_the_data_where_no_arguments_are_saved(tmp_path: Path) -
         ({"architecture": "flysurgery_structured"}, CheckpointError, "flysurgery.load"),
         ({"architecture": "nonesuch"}, ModelError, "nonesuch"),
         ({"architecture": 3}, CheckpointError, "names no architecture"),
-        ({"model_args": {"depth": 5}}, ModelError, "missing: blocks.2"),
         ({"model_args": {"pretrained": True}}, ModelError, "may not set pretrained"),
         (lambda folder: (folder / WEIGHTS_FILE).unlink(), CheckpointError, r"no weights: expected model\.safetensors or pytorch"),
         (shutil.rmtree, CheckpointError, "there is no folder"),
@@ -194,17 +187,14 @@ REFUSED: list[tuple[str, Any, str | None]] = [
     *((name, {}, None) for name in NAMES),
     (VIT, [("depth", 1)], "must map argument names to values"),
     (VIT, {"depth of": 1}, "must map argument names to values"),
-    (VIT, {"norm_layer": nn.LayerNorm}, "norm_layer must be a value that JSON has"),
     (VIT, {"sizes": {1: 2}}, "sizes must be a value that JSON has"),
     (VIT, {"depth": -(10**400)}, "depth must be a number of at most 16777216"),
-    (VIT, {"drop_rate": float("nan")}, "drop_rate must be a number"),
     (VIT, {"img_size": [16, float("inf")]}, "img_size must be a number"),
     (VIT, {"cache_dir": "/", "checkpoint_path": "x"}, "may not set cache_dir, checkpoint_path"),
     (VIT, {"depth": -1, "embed_dim": 31}, f"{VIT} cannot be built"),
     (VIT, {"surprise": 1}, "surprise"),
     ("torchvision:vit_b_16", {"weights": "DEFAULT"}, "may not set weights"),
     ("transformers:ViTModel", {"attn_implementation": "a/b"}, "may not set attn_implementation"),
-    ("transformers:ViTModel", {"_attn_implementation": "a/b"}, "may not set _attn_implementation"),
     ("transformers:TimmWrapperModel", {"model_args": {"checkpoint_path": "a.pth"}}, "may not set checkpoint_path"),
     ("transformers:DetrModel", {"backbone_config": {"use_pretrained_backbone": True}}, "may not set use_pretrained_backbone"),
     ("transformers:DetrModel", {"backbone_config": {"backbone": "hf-hub:a/b"}}, "may not name models from elsewhere"),
@@ -218,31 +208,10 @@ def test_names_and_arguments_that_are_refused(base: str, arguments: Any, fact: s
     assert "\n" not in str(caught.value)
 
 
-LIMITS = Limits(steps=300, nbytes=1 << 20)
-BYTES, STEPS = "more than 1,048,576 bytes besides its parameters", "300 steps, too much for the tensors that are stored"
-BUILDS: list[tuple[str, Callable[[str], object]]] = [  # the first is a terabyte, which no machine gives
-    (BYTES, lambda device: torch.zeros(1 << 40, device=device)),
-    (BYTES, lambda device: torch.arange(100_000, device=device)[:, None] - torch.arange(100_000, device=device)),
-    (BYTES, lambda device: torch.arange(2000, device=device)[:, None].repeat(1, 2000)),
-    (BYTES, lambda device: [torch.ones(10_000, device=device) for _ in range(100)]),
-    (BYTES, lambda device: list(torch.ones(50_000, device=device))),
-    (BYTES, lambda _: torch.tensor([1.0] * 300_000)),
-    (STEPS, lambda device: [nn.LayerNorm(1, device=device) for _ in range(60)]),
-    (STEPS, lambda _: nn.Sequential(*[nn.Identity() for _ in range(301)])),
-    (STEPS, lambda device: [torch.ones(1, device=device) for _ in range(301)]),
-]
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(("words", "build"), BUILDS)
-def test_bytes_and_steps_are_counted_before_they_are_taken(words: str, build: Callable[[str], object], device: str) -> None:
-    with pytest.raises(LimitError, match=words), metered(LIMITS, parameters_on_meta=True):
-        build(device)
-
-
 def test_parameters_on_meta_and_views_take_nothing_and_another_thread_builds_as_it_likes() -> None:
     made: list[nn.Module] = []
-    with metered(LIMITS, parameters_on_meta=True):
+    limits = Limits(steps=300, nbytes=1 << 20)
+    with metered(limits, parameters_on_meta=True):
         layer, other = nn.Linear(4096, 4096), nn.Linear(8, 8, bias=False)
         other.weight = layer.weight
         table = torch.ones(100_000)
@@ -253,6 +222,6 @@ def test_parameters_on_meta_and_views_take_nothing_and_another_thread_builds_as_
         thread.join()
     assert layer.weight.is_meta and layer.weight.requires_grad and other.weight is layer.weight and not table.is_meta
     assert not any(parameter.is_meta for parameter in made[0].parameters())
-    with pytest.raises(LimitError, match="bytes"), metered(LIMITS, parameters_on_meta=False):
+    with pytest.raises(LimitError, match="bytes"), metered(limits, parameters_on_meta=False):
         nn.Linear(4096, 4096)
     assert len([nn.Identity() for _ in range(301)]) == 301, "nothing is counted afterwards"

@@ -15,15 +15,15 @@ import torch
 import flysurgery
 from flysurgery.checkpoint import is_converted, load
 from flysurgery.checkpoint.files import FILES
-from tests.checkpoint.conftest import CONFIG_FILE, WEIGHTS_FILE, forge, list_tensors, outputs, refused, rewrite, rewrite_config, sha256
+from tests.checkpoint.conftest import CONFIG_FILE, WEIGHTS_FILE, forge, outputs, refused, rewrite, rewrite_config, sha256
 
 FC1_LAYER = "blocks.0.mlp.fc1"
 FC1 = f"{FC1_LAYER}.factors.0"
 NORM = "blocks.0.norm1.weight"
 
 
-def set_listed(listed: str) -> Any:
-    return lambda _, metadata: metadata.update(tensors=listed, tensors_sha256=sha256(listed))
+def relist(header: dict[str, str], tensors: str) -> None:
+    header.update(tensors=tensors, tensors_sha256=sha256(tensors))
 
 
 def put(name: str, tensor: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> Any:
@@ -33,22 +33,18 @@ def put(name: str, tensor: torch.Tensor | None = None, dtype: torch.dtype | None
 
 WEIGHTS: list[tuple[Any, list[str]]] = [
     (lambda _, header: header.update({"flysurgery.schema": "2", "version": "9.1"}), ["schema 2", "schema 1", "flysurgery 9.1"]),
-    (lambda _, header: header.clear(), ["no flysurgery checkpoint", "flysurgery.schema"]),
     (lambda _, header: [header.pop(name) for name in ("plan_sha256", "tensors_sha256")], ["damaged", "no plan_sha256, tensors_sha256"]),
     (lambda _, header: header.update(plan_sha256="0" * 64), ["config.json does not match model.safetensors"]),
     (lambda _, header: header.update(tensors=header["tensors"].replace('"F32"', '"F16"', 1)), ["tensors_sha256 does not match"]),
-    (set_listed("{"), ["its tensors are no JSON"]),
-    (set_listed('{"a": ["F32", 3]}'), ["its tensors do not map names to dtypes and hashes"]),
+    (lambda _, header: relist(header, "{"), ["its tensors are no JSON"]),
     (put(NORM, dtype=torch.float16), [f"its header lists {NORM} as torch.float32, and it is torch.float16"]),
     (lambda tensors, _: tensors[NORM].view(torch.uint8)[5].bitwise_xor_(1), [f"the data of {NORM} do not match", "verify=False"]),
     (lambda tensors, _: (tensors.pop(FC1), tensors.pop("head.bias")), ["does not fit its plan", f"2 missing: {FC1}, head.bias"]),
     (lambda tensors, _: tensors.update({f"odd{n}": torch.zeros(1) for n in range(5)}), ["5 unknown: odd0, odd1, odd2, ..."]),
     (put(FC1, torch.zeros(1, 2, 3, 4)), [f"1 of another shape: {FC1} is [1, 2, 3, 4] instead of [1, 32, 8, 4]"]),
-    (put(FC1, dtype=torch.int32), [FC1, "torch.int32 instead of torch.float32"]),
     (put(FC1, dtype=torch.float8_e4m3fn), [FC1, "F8_E4M3"]),
     (lambda _, header: header.pop("flysurgery.schema"), ["no flysurgery checkpoint", "flysurgery.schema"]),  # not taken for one of timm's
-    (lambda tensors, header: list_tensors({**tensors, "stranger": tensors[NORM]}, header), ["lists stranger as torch.float32"]),
-    (lambda tensors, header: list_tensors({name: tensors[name] for name in tensors if name != NORM}, header), [f"lists {NORM} as None"]),
+    (lambda _, header: relist(header, header["tensors"].replace(NORM, "stranger")), [f"its header lists {NORM} as None"]),
 ]
 
 
@@ -61,10 +57,8 @@ FILES_DAMAGED: list[tuple[str, Any, list[str]]] = [
     (WEIGHTS_FILE, lambda whole: whole[:-100], ["no safetensors file", "cut short"]),
     (WEIGHTS_FILE, lambda _: (1 << 60).to_bytes(8, "little") + b"{}", ["no safetensors file", "header too large"]),
     (WEIGHTS_FILE, lambda _: pickle.dumps(Bomb()), ["holds a pickle", "never opened"]),
-    (WEIGHTS_FILE, lambda _: b"PK\x03\x04" + bytes(100), ["holds a pickle", "never opened"]),
     (WEIGHTS_FILE, None, ["there is no", "model.safetensors"]),
     (CONFIG_FILE, None, ["no checkpoint", "no config.json"]),
-    (CONFIG_FILE, lambda _: b'{"architecture": ', ["config.json cannot be read as JSON"]),
     (CONFIG_FILE, lambda _: b"[" * 100_000, ["config.json cannot be read as JSON", "nested too deeply"]),
     (CONFIG_FILE, lambda _: b"[1, 2]", ["names no architecture"]),
 ]
@@ -80,11 +74,8 @@ def test_damaged_files(name: str, content: Callable[[bytes], bytes] | None, fact
 
 
 FORGERIES: list[tuple[Any, list[str]]] = [
-    (lambda plan: plan.update(base="os:system"), ["vit_pytorch:CLASS", "'os:system'"]),
     (lambda plan: plan.update(base="deit_tiny_distilled_patch16_224"), ["does not fit its plan", "missing: dist_token"]),
     (lambda plan: plan["base_args"].update(checkpoint_path="/etc/passwd"), ["may not set checkpoint_path"]),
-    (lambda plan: plan["base_args"].update(depth="two"), ["vit_tiny_patch16_224", "cannot be built"]),
-    (lambda plan: plan["base_args"].update(depth=3), ["missing: blocks.2"]),
     (lambda plan: [each.update(fqn="norm") for each in plan["layers"] if each["fqn"] == FC1_LAYER], ["norm", "expected an nn.Linear"]),
     (lambda plan: plan.update(layers=3), ["layers"]),
 ]
@@ -122,16 +113,13 @@ def endless(start: bytes) -> Callable[[Path], object]:
 
 
 SPECIAL: list[tuple[Callable[[Path], object], str, str]] = [
-    (os.mkfifo, CONFIG_FILE, "is a pipe, expected a regular file"),
-    (os.mkfifo, WEIGHTS_FILE, "is a pipe, expected a regular file"),
+    *((os.mkfifo, name, "is a pipe, expected a regular file") for name in (CONFIG_FILE, WEIGHTS_FILE)),
     (lambda file: file.symlink_to("/dev/zero"), WEIGHTS_FILE, "is a device, expected a regular file"),
     (Path.mkdir, WEIGHTS_FILE, "is a folder, expected a regular file"),
     (endless(b""), CONFIG_FILE, "has 3,221,225,472 bytes, and at most 4,194,304 are read"),
-    (endless(b""), WEIGHTS_FILE, "no safetensors file"),
     (endless((90 << 20).to_bytes(8, "little") + b'{"a'), WEIGHTS_FILE, "a header of 94,371,840 bytes, and at most 4,194,304 are read"),
     (lambda file: file.symlink_to(file), CONFIG_FILE, "config.json cannot be read: Too many levels of symbolic links"),
 ]
-SECONDS = 1.0
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
@@ -147,7 +135,7 @@ def test_special_files_are_never_read(make: Callable[[Path], object], name: str,
     other.unlink()
     make(other)
     assert not is_converted(folder)
-    assert time.perf_counter() - start < SECONDS
+    assert time.perf_counter() - start < 1
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes")

