@@ -1,6 +1,5 @@
 """Running the command line in the test's process, in an empty folder, and looking at what it left behind."""
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from PIL import Image
 from flysurgery.checkpoint import save
 from flysurgery.cli import main
 from flysurgery.surgery import convert
+from tests.checkpoint.conftest import snapshot
 from tests.support.models import VIT, VIT_ARGUMENTS, vit
 
 
@@ -98,11 +98,3 @@ def images(tmp_path: Path) -> Path:
     for index in range(12):
         Image.fromarray(pixels.integers(0, 255, (8, 8, 3), np.uint8)).resize((40, 40)).save(tmp_path / "images" / f"{index:02}.png")
     return tmp_path / "images"
-
-
-def snapshot(folder: Path) -> dict[str, str]:
-    """Every file and folder below ``folder`` with a hash of its content."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
-        for path in sorted(folder.rglob("*"))
-    }

@@ -3,8 +3,10 @@
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,6 @@ from flysurgery.checkpoint import build_base
 from flysurgery.errors import BackendError, DataError, InferenceError, OptionError, TrainingError
 from flysurgery.evaluation import preparation
 from flysurgery.finetune import Settings, held_out_data, training_data
-from flysurgery.finetune.batches import Batches
 from flysurgery.finetune.data import read_pictures, unlabelled_files
 from flysurgery.finetune.judge import Teacher
 from flysurgery.finetune.run import accelerator_for
@@ -72,22 +73,24 @@ def test_a_teacher_gives_its_outputs_and_draws_each_block_and_is_left_as_it_was(
     assert student.get_parameter("blocks.0.mlp.fc1.factors.0").grad.norm() > 0
     assert student.get_parameter("pos_embed").grad.norm() == 0, "what comes before the first block is the teacher's own"
     assert dense.training and not dense.get_submodule("blocks.0")._forward_hooks and all(p.requires_grad for p in dense.parameters())
-    with torch.no_grad():
-        student.get_parameter("pos_embed").add_(1)
+    nn.init.zeros_(student.get_parameter("pos_embed"))
     assert [cut.kind for cut in Teacher(dense, student, Settings()).cuts] == ["block", "block", "block", "tokens"], "now it learns"
 
 
-def test_a_teacher_that_does_not_match_or_gives_its_outputs_alone(converted: Make) -> None:
-    for changes, weight, error, words in (
+@pytest.mark.parametrize(
+    ("changes", "weight", "error", "words"),
+    [
         ({"in_chans": 3}, None, DataError, "1x8x8 and the one it is held against of 3x8x8"),
         ({"embed_dim": 64}, None, TrainingError, r"\(batch, 5, 32\) in the model and \(batch, 5, 64\) in the teacher.*--blocks-weight 0"),
         ({"depth": 1}, 1.0, TrainingError, "not those of the model by their names; give --blocks-weight 0"),
-    ):
-        with pytest.raises(error, match=words):
-            Teacher(built(**changes), converted(), Settings(blocks_weight=weight))
-    teacher = Teacher(built(depth=1), converted(), Settings())
-    assert teacher.cuts == () and teacher.pull(converted()) is None
-    assert Teacher(built(embed_dim=64), converted(), Settings(blocks_weight=0)).cuts == ()
+        ({"depth": 1}, None, None, ""),
+        ({"embed_dim": 64}, 0, None, ""),
+    ],
+)
+def test_teachers_that_do_not_match_or_give_their_outputs_alone(converted: Make, changes: Any, weight: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words) if error else nullcontext():
+        teacher = Teacher(built(**changes), converted(), Settings(blocks_weight=weight))
+        assert teacher.cuts == () and teacher.pull(converted()) is None
 
 
 @pytest.mark.gpu
@@ -118,14 +121,11 @@ def test_a_model_that_cannot_be_fused_trains_as_it_is(error: Exception, monkeypa
     ("changes", "completion", "words"),
     [
         ({"epochs": 0}, {}, "epochs must be a whole number of at least 1"),
-        ({"batch_size": 1.5}, {}, "batch_size must be a whole number of at least 1, got 1.5"),
-        ({"learning_rate": "fast"}, {}, "learning_rate must be a positive number, got fast"),
+        *(({"learning_rate": rate}, {}, "learning_rate must be a positive number") for rate in ("fast", float("nan"))),
         ({"seed": -1}, {}, "seed must be a whole number from 0"),
-        ({"learning_rate": float("nan")}, {}, "learning_rate must be a positive number"),
         ({"warm_up": 1.5}, {}, "warm_up must be between 0 and 1"),
         ({"mixup": 0.2, "batch_size": 7}, {}, "batch_size must be even"),
-        ({"epochs": 3, "densify_after": 3}, {}, "densify_after must be from 1 to 2"),
-        ({"epochs": 1, "densify_after": 1}, {}, "densify_after must be left out where there is one epoch, got 1"),
+        *(({"epochs": n, "densify_after": n}, {}, words) for n, words in ((3, "must be from 1 to 2"), (1, "be left out where"))),
         ({"minutes": 1, "epochs": 1}, {}, "epochs and minutes"),
         ({"minutes": 1, "densify_after": 1}, {}, "densify_after counts epochs"),
         ({"optimizer": "muon"}, {}, "there is none; give a teacher or a learning rate"),
@@ -185,21 +185,16 @@ def test_folders_and_named_sets_number_classes_as_the_evaluation_does(pictures: 
     assert all((image.mean() > 0) == (target == 1) for image, target in (held_out.dataset[i] for i in range(4)))
 
 
-def check_resumable(batches: Batches) -> None:
-    """An epoch begun in its middle has the same batches, and another epoch has others."""
-    whole, rest = list(batches.epoch(1, 0)), list(batches.epoch(1, 2))
-    assert len(rest) == len(whole) - 2 == batches.count - 2
-    assert all(torch.equal(a, b) and torch.equal(c, d) for (a, c), (b, d) in zip(whole[2:], rest, strict=True))
-    assert not torch.equal(whole[0][0], next(iter(batches.epoch(2, 0)))[0])
-
-
-def test_an_epoch_begun_in_its_middle_has_the_same_batches(pictures: Path, photographs: Path, two: nn.Module) -> None:
-    for name in (str(pictures), "fractals"):
-        check_resumable(training_data(name, two, Settings(batch_size=4, workers=0, images_per_epoch=20)).open(place()))
+def test_an_epoch_begun_in_its_middle_has_the_same_batches_and_another_others(pictures: Path, photographs: Path, two: nn.Module) -> None:
+    settings = Settings(batch_size=4, workers=0, images_per_epoch=20)
+    labelled = [training_data(name, two, settings) for name in (str(pictures), "fractals")]
     data = training_data(photographs, built(num_classes=0), Settings(batch_size=8), teacher=True)
-    batches = data.open(place())
-    assert not data.labelled and data.samples == 36 and batches.count == 4
-    check_resumable(batches)
+    assert not data.labelled and data.samples == 36
+    for batches in (each.open(place()) for each in (*labelled, data)):
+        whole, rest = list(batches.epoch(1, 0)), list(batches.epoch(1, 2))
+        assert len(rest) == len(whole) - 2 == batches.count - 2
+        assert all(torch.equal(a, b) and torch.equal(c, d) for (a, c), (b, d) in zip(whole[2:], rest, strict=True))
+        assert not torch.equal(whole[0][0], next(iter(batches.epoch(2, 0)))[0])
     shares = [data.open(place(process, 2)) for process in (0, 1)]
     assert [share.count for share in shares] == [2, 2]
     assert not torch.equal(*(next(share.epoch(0, 0))[0] for share in shares)), "processes have views of their own"

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,20 @@ def test_a_stopped_run_with_a_budget_goes_on_as_it_would_have_and_fuses_the_grou
     assert rows(tmp_path / "whole")[-1]["update"] == "11" and asked == [None, None, groups]
 
 
-def test_it_learns_from_labels(converted: Make) -> None:
-    model, settings = converted(), replace(QUICK, epochs=4, batch_size=64, warm_up=0.2)
-    outcome = train(model, training_data("digits", model, settings), settings, held_out=held_out_data("digits", model))
+def test_it_learns_from_labels_and_tensorboard_gets_the_rows_of_the_log(converted: Make, tmp_path: Path) -> None:
+    tensorboard = find_spec("tensorboard") is not None
+    model, settings = converted(), replace(QUICK, epochs=4, batch_size=64, warm_up=0.2, tensorboard=tensorboard)
+    outcome = train(model, training_data("digits", model, settings), settings, held_out=held_out_data("digits", model), folder=tmp_path)
     assert outcome.before.top1 < 0.3 < 0.5 < outcome.after.top1, "guessing gives 0.1"
     assert outcome.model is model and not model.training and plan_of(model) is not None
     assert outcome.images == outcome.updates * 64 == 4 * 18 * 64
+    if tensorboard:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        for name in ("loss", "learning_rate", "top1"):
+            logged = {int(row["update"]): float(row[name]) for row in rows(tmp_path) if row[name]}
+            assert {event.step: event.value for event in events.Scalars(name)} == pytest.approx(logged, rel=1e-6), name
 
 
 @pytest.mark.parametrize("classes", [0, 10])
@@ -142,29 +151,6 @@ def test_mixed_precision_leaves_a_plain_model_in_float32(converted: Make) -> Non
         expected = model(image)
         next(model.parameters()).zero_()
         assert torch.equal(copied(image), expected), "a copy runs its own weights"
-
-
-def test_two_small_batches_are_one_large_one(converted: Make) -> None:
-    """Generated images are numbered, so that an update of two batches sees those of one twice as large."""
-    losses = []
-    for batch, accumulation in ((16, 1), (8, 2)):
-        model = converted()
-        settings = replace(QUICK, batch_size=batch, accumulation=accumulation, epochs=1, images_per_epoch=48, log_every=3)
-        losses.append(train(model, training_data("fractals", model, settings), settings).loss)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-def test_tensorboard_gets_the_rows_of_the_log(converted: Make, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    model, settings = converted(), replace(QUICK, epochs=1, tensorboard=True)
-    train(model, training_data("digits", model, settings), settings, held_out=held_out_data("digits", model), folder=tmp_path)
-    (file,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
-    events = EventAccumulator(str(file)).Reload()
-    for name in ("loss", "learning_rate", "top1"):
-        logged = {int(row["update"]): float(row[name]) for row in rows(tmp_path) if row[name]}
-        assert {event.step: event.value for event in events.Scalars(name)} == pytest.approx(logged, rel=1e-6), name
 
 
 def test_no_finite_loss_stops_and_keeps_the_last_good_state(converted: Make, tmp_path: Path) -> None:
@@ -281,7 +267,7 @@ if outcomes[0].is_main:
 """
 
 
-def test_two_processes_are_one_with_twice_the_batch_and_agree_on_the_budget_and_the_best_state(
+def test_two_processes_and_two_small_batches_are_one_large_batch_and_processes_agree_on_the_budget_and_the_best_state(
     converted: Callable[..., nn.Module], photographs: Path, tmp_path: Path
 ) -> None:
     settings = Settings(epochs=1, batch_size=8, images_per_epoch=48, log_every=3, cpu=True)
@@ -291,10 +277,12 @@ def test_two_processes_are_one_with_twice_the_batch_and_agree_on_the_budget_and_
     done = two_processes(tmp_path, PROGRAM, photographs, json.dumps(asdict(settings)))
     assert [each.returncode for each in done] == [0, 0], [each.stderr[-2000:] for each in done]
     both, first, again = json.loads(done[0].stdout.splitlines()[-1])
-    model, larger = converted(), replace(settings, batch_size=16)
-    alone = train(model, training_data("fractals", model, larger), larger)
-    assert both["processes"] == 2 and both["updates"] == alone.updates == 3 and both["images"] == alone.images == 48
-    assert both["loss"] == pytest.approx(alone.loss, rel=1e-4)
+    assert both["processes"] == 2
+    for larger in (replace(settings, batch_size=16), replace(settings, accumulation=2)):  # generated images are numbered
+        model = converted()
+        alone = train(model, training_data("fractals", model, larger), larger)
+        assert both["updates"] == alone.updates == 3 and both["images"] == alone.images == 48
+        assert both["loss"] == pytest.approx(alone.loss, rel=1e-4)
     assert first["processes"] == 2 and first["fidelity_after"]["relative_error"] <= first["fidelity_before"]["relative_error"]
     assert all(again[name] == first[name] for name in ("updates", "kept", "fidelity_after"))
     check_same(load(tmp_path / "model.False"), load(tmp_path / "model.True"))
