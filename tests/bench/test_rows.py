@@ -17,9 +17,7 @@ COLUMNS = ("name", "ms")
 def test_rows_carry_a_stamp_of_this_machine_into_csv_and_json(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.csv"
     texts = Sheet(path, CPU, COLUMNS).add([{"name": "(1,2,3,4),(5,6,7,8)", "ms": 1.23456789, "other": 1}, {"name": "refused"}])
-    assert read_table(path) == (["name", "ms", *STAMP], texts)
-    assert [(row["name"], row["ms"]) for row in texts] == [("(1,2,3,4),(5,6,7,8)", "1.235"), ("refused", "")]
-    assert [entry.name for entry in path.parent.iterdir()] == ["rows.csv"]
+    assert read_table(path) == (["name", "ms", *STAMP], texts) and [*path.parent.iterdir()] == [path]
     document = typed(texts)
     stamp = document["stamp"]
     assert (stamp["torch"], stamp["threads"], stamp["driver"]) == (torch.__version__, str(torch.get_num_threads()), None)
@@ -29,24 +27,21 @@ def test_rows_carry_a_stamp_of_this_machine_into_csv_and_json(tmp_path: Path) ->
 
 def test_rows_of_the_same_setting_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.csv"
-    first = Sheet(path, CPU, COLUMNS)
-    first.add([{"name": "a", "ms": 1.25}])
-    assert first.rows({"name": "a"}) == first.records and not first.rows({"name": "b"})
-    first.add([{"name": "b", "ms": None}])
-    second = Sheet(path, CPU, COLUMNS)
-    assert second.rows({"name": "a"}) and second.rows({"name": "b", "ms": None}) and not second.rows({"name": "c"})
-    second.add([{"name": "c", "ms": 3.0}])
+    for name, ms in (("a", 1.25), ("b", None), ("c", 3.0)):
+        sheet = Sheet(path, CPU, COLUMNS)
+        assert not sheet.rows({"name": name})
+        sheet.add([{"name": name, "ms": ms}])
+        assert sheet.rows({"name": name, "ms": ms}) == sheet.records[-1:]
     assert [record["name"] for record in Sheet(path, CPU, COLUMNS).records] == ["a", "b", "c"]
     assert Sheet(path, CPU, COLUMNS, fresh=True).records == []
     now = take_stamp(CPU)
-    monkeypatch.setattr(rows, "take_stamp", lambda device: now | {"date": "2000-01-01"})
-    assert Sheet(path, CPU, COLUMNS).rows({"name": "a"})
-    monkeypatch.setattr(rows, "take_stamp", lambda device: now | {"commit": "another"})
-    later = Sheet(path, CPU, COLUMNS)
-    assert (later.records, later.dropped) == ([], 3)
+    for changes, kept in (({"date": "2000-01-01"}, 3), ({"commit": "another"}, 0)):
+        monkeypatch.setattr(rows, "take_stamp", lambda device, changes=changes: now | changes)
+        later = Sheet(path, CPU, COLUMNS)
+        assert (len(later.records), later.dropped) == (kept, 3 - kept)
 
 
-@pytest.mark.parametrize("text", ["fruit,price\napple,1\n", "fruit,price\n", "a letter to a friend\n", "\xff\x00"])
+@pytest.mark.parametrize("text", ["fruit,price\napple,1\n", "a letter to a friend\n", "\xff\x00"])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, text: str, fresh: bool) -> None:
     path = tmp_path / "rows.csv"
