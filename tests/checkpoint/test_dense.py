@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -208,10 +209,29 @@ def test_names_and_arguments_that_are_refused(base: str, arguments: Any, fact: s
     assert "\n" not in str(caught.value)
 
 
+LIMITS = Limits(steps=300, nbytes=1 << 20)
+BUILDS: list[tuple[str, Callable[[str], object]]] = [  # the first is a terabyte, which no machine gives
+    ("bytes", lambda device: torch.zeros(1 << 40, device=device)),
+    ("bytes", lambda device: torch.arange(100_000, device=device)[:, None] - torch.arange(100_000, device=device)),
+    ("bytes", lambda device: torch.arange(2000, device=device)[:, None].repeat(1, 2000)),
+    ("bytes", lambda device: [torch.ones(10_000, device=device) for _ in range(100)]),
+    ("bytes", lambda device: list(torch.ones(50_000, device=device))),
+    ("bytes", lambda _: torch.tensor([1.0] * 300_000)),
+    ("300 steps", lambda device: [nn.LayerNorm(1, device=device) for _ in range(60)]),
+    ("300 steps", lambda device: [nn.Identity() if device == "cpu" else torch.ones(1, device=device) for _ in range(301)]),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("words", "build"), BUILDS)
+def test_bytes_and_steps_are_counted_before_they_are_taken(words: str, build: Callable[[str], object], device: str) -> None:
+    with pytest.raises(LimitError, match=words), metered(LIMITS, parameters_on_meta=True):
+        build(device)
+
+
 def test_parameters_on_meta_and_views_take_nothing_and_another_thread_builds_as_it_likes() -> None:
     made: list[nn.Module] = []
-    limits = Limits(steps=300, nbytes=1 << 20)
-    with metered(limits, parameters_on_meta=True):
+    with metered(LIMITS, parameters_on_meta=True):
         layer, other = nn.Linear(4096, 4096), nn.Linear(8, 8, bias=False)
         other.weight = layer.weight
         table = torch.ones(100_000)
@@ -222,6 +242,6 @@ def test_parameters_on_meta_and_views_take_nothing_and_another_thread_builds_as_
         thread.join()
     assert layer.weight.is_meta and layer.weight.requires_grad and other.weight is layer.weight and not table.is_meta
     assert not any(parameter.is_meta for parameter in made[0].parameters())
-    with pytest.raises(LimitError, match="bytes"), metered(limits, parameters_on_meta=False):
+    with pytest.raises(LimitError, match="bytes"), metered(LIMITS, parameters_on_meta=False):
         nn.Linear(4096, 4096)
     assert len([nn.Identity() for _ in range(301)]) == 301, "nothing is counted afterwards"

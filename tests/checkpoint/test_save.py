@@ -238,7 +238,9 @@ def test_the_fidelity_is_what_was_measured_last_or_unknown(converted: Converted,
     model, report = converted
     assert UNKNOWN in card_of(tmp_path / "m", model, report)
     facts = replace(report, fidelity=replace(FOUND, output_cosine=float("nan"))).to_json()
+    facts["rows"] = [row | {"calibration": {"output_error": error}} for row, error in zip(facts["rows"], count(0.1, 0.1), strict=False)]
     card = card_of(tmp_path / "m", model, facts)
+    assert "on held-out samples: 0.100 to 0.900" in card, "of the nine layers"
     assert "on 102 held-out samples" in card and "output cosine no number, token cosine 0.954" in card and UNKNOWN not in card
     run = {"data": "photos", "teacher": "dense", "scratch": False, "images": 6400, "updates": 100, "before": None, "after": None}
     assert UNKNOWN in card_of(tmp_path / "m", model, facts | {"finetune": run})

@@ -1,6 +1,7 @@
 """The entry point, options and tables: every end of a command is an exit code and at most one line, and bad input changes nothing."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,7 @@ MEASUREMENTS = ("multiply", "model")
 
 
 @pytest.mark.parametrize(
-    ("verb", "words"),
+    ("command", "words"),
     [
         ((), (*VERBS, "bench")),
         (("bench",), MEASUREMENTS),
@@ -38,13 +39,12 @@ MEASUREMENTS = ("multiply", "model")
     ],
 )
 def test_help_lists_options_in_named_groups_and_without_types_of_switches(
-    run: Run, monkeypatch: pytest.MonkeyPatch, verb: tuple[str, ...], words: tuple[str, ...]
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    outcome = run(*verb)
-    assert (outcome.code, outcome.err) == (0, "") and all(word in outcome.out for word in words)
-    assert "<bool>" not in outcome.out and "BOOLEAN" not in outcome.out
-    assert "─ Options ─" not in outcome.out and "─ Output ─" in outcome.out
+    outcome = run(*command)
+    assert (outcome.code, outcome.err) == (0, "") and all(word in outcome.out for word in (*words, "─ Output ─"))
+    assert not any(word in outcome.out for word in ("<bool>", "BOOLEAN", "─ Options ─"))
     assert max(map(len, outcome.out.splitlines())) <= 80
 
 
@@ -56,18 +56,16 @@ def test_help_and_version_import_nothing_heavy(arguments: list[str], said: str) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "word"),
     [
-        (("transmogrify",), ("transmogrify",)),
-        (("convert",), ("MODEL",)),
-        (("convert", "x", "--no-such-option"), ("--no-such-option",)),
-        (("convert", "x", "--nblocks", "many"), ("--nblocks", "many")),
-        (("convert", "x", "--arch", "toeplitz"), ("--arch", "toeplitz")),
-        (("bench", "multiply", "--rounds", "1"), ("--rounds", "1")),
+        (("transmogrify",), "transmogrify"),
+        (("convert",), "MODEL"),
+        *((("convert", "x", *given), given[-1]) for given in (("--no-such-option",), ("--nblocks", "many"), ("--arch", "toeplitz"))),
+        (("bench", "multiply", "--rounds", "1"), "--rounds"),
     ],
 )
-def test_usage_errors_are_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
-    run(*arguments).check_refused(*words, code=2)
+def test_usage_errors_are_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], word: str) -> None:
+    run(*arguments).check_refused(word, code=2)
 
 
 def raising(error: BaseException) -> Callable[..., None]:
@@ -150,36 +148,24 @@ def test_model_arguments_mix_json_and_pairs_and_the_last_one_wins() -> None:
     assert model_arguments(texts) == {"depth": 3, "act": "silu=x", "img_size": [32, 32], "qkv_bias": True}
     assert model_arguments(None) == {}
     for text in ("depth", "{depth: 2}", '{"depth": 2', "1x=2", "=3", "[1]"):
-        with pytest.raises(OptionError) as caught:
+        with pytest.raises(OptionError, match=re.escape(text)):
             model_arguments([text])
-        assert text in str(caught.value)
 
 
-COLUMNS = ("layer", "n", "worst error", "architecture")
 ROWS = [("blocks.*.attn.qkv", "12", "0.612", "(1,96,96,4), (4,96,96,1)"), ("blocks.*.mlp.fc1", "2", "0.7", "(1,384,96,4), (4,96,96,1)")]
 
 
-@pytest.mark.parametrize(("width", "lines"), [(120, 3), (61, 3), (43, 6), (32, 8)])
-def test_tables_keep_to_the_width_and_lose_nothing(monkeypatch: pytest.MonkeyPatch, width: int, lines: int) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    found = text_table(COLUMNS, ROWS, right=("n", "worst error")).splitlines()
-    assert len(found) == lines and max(map(len, found)) <= width and found == [line.rstrip() for line in found]
+@pytest.mark.parametrize("width", [120, None, 61, 43, 32])
+def test_tables_keep_to_the_width_and_lose_nothing(monkeypatch: pytest.MonkeyPatch, width: int | None) -> None:
+    monkeypatch.setenv("COLUMNS", str(width)) if width else monkeypatch.delenv("COLUMNS")
+    width = width or 80  # without a terminal
+    found = text_table(("layer", "n", "worst error", "architecture"), ROWS, right=("n", "worst error")).splitlines()
+    assert max(map(len, found)) <= width and found == [line.rstrip() for line in found]
     words = "\n".join(found).replace(";", "").split()
     assert all(word in words for row in ROWS for cell in row for word in cell.split())
-    if lines < 8:  # else each row is a paragraph
+    if width > 32:  # else each row is a paragraph
         assert [line.index("0.") + 5 for line in found if "0.612" in line] == [line.index("0.7") + 3 for line in found if "0.7" in line]
         assert all(found[0].index("arch") == line.index("(") for line in found if "(" in line)
-
-
-TABLES = (("inspect", *TINY), ("doctor",), ("convert", *RANDOM, "--budget", 0.4, "--dry-run"))
-
-
-@pytest.mark.parametrize("command", TABLES, ids=lambda command: command[0])
-def test_without_a_terminal_tables_have_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[object, ...]) -> None:
-    monkeypatch.delenv("COLUMNS")
-    lines = run(*command).out.splitlines()
-    tables = [line for line in lines if "   " in line]  # sentences have as many words as they need
-    assert tables and max(map(len, tables)) <= 80 and not any("…" in line for line in lines)
 
 
 VIT_S = "vit_small_patch16_224"
@@ -198,7 +184,6 @@ def no_projection(monkeypatch: pytest.MonkeyPatch) -> None:
 MODELS: list[tuple[tuple[object, ...], int, tuple[str, ...]]] = [
     (("vit_smal_patch16_224",), 1, ("vit_smal_patch16_224", "nearest names", VIT_S)),
     (("models/vit",), 1, ("no file or folder models/vit",)),
-    (("weights.safetensors",), 1, ("no file or folder weights.safetensors",)),
     (("vit_pytorch:ViT",), 1, ("--checkpoint FILE", "--no-pretrained")),
     ((*TINY, "--checkpoint", "missing.pt"), 1, ("missing.pt",)),
     ((*TINY, "--base", VIT_S), 2, ("--base",)),
@@ -208,11 +193,9 @@ OPTIONS: list[tuple[tuple[object, ...], int, tuple[str, ...]]] = [
     (("--model-args", "deppth=3"), 1, ("deppth",)),
     (("--model-args", "depth"), 2, ("key=value", "'depth'")),
     (("--model-args", '{"depth": ' + 700 * "[" + 700 * "]" + "}"), 2, ("--model-args", "more than 32 levels")),
-    (("--model-args", '{"depth": ' + 99999 * "[" + 99999 * "]" + "}"), 2, ("--model-args",)),
     (("--roles", " , "), 2, ("--roles",)),
     (("--device", "abacus"), 2, ("'abacus'",)),
     (("--evaluate", "no/such/data"), 1, ("no/such/data",)),
-    (("--samples", "20"), 2, ("samples needs data", "--calibrate")),
     (("--calibrate", "nowhere"), 1, ("there is no data set 'nowhere'",)),
     (("--out", "model.safetensors"), 1, ("model.safetensors is the name of a file", "give a folder, such as", "/model")),
     (("--out", "", "--force"), 1, ("the folder that this runs in",)),
@@ -221,9 +204,7 @@ OPTIONS: list[tuple[tuple[object, ...], int, tuple[str, ...]]] = [
     (("--fidelity", 0.9, "--calibrate", "digits", "--dry-run"), 2, ("--dry-run", "leave one out")),
     (("--budget", 0.4, "--dry-run", "--plot", "p.png"), 2, ("--dry-run",)),
     (("--minutes", 1), 2, ("--minutes is the budget of --reconstruct",)),
-    (("--reconstruct", "--minutes", 0, "--calibrate", "digits", "--samples", 30), 2, ("minutes must be a positive number",)),
-    (("--batch", 2), 2, ("--batch", "--measure")),
-    (("--optimize",), 2, ("--optimize", "--measure")),
+    *((given, 2, (given[0], "--measure")) for given in (("--batch", 2), ("--optimize",))),
     (("--device", "cpu", "--measure", "--nblocks", 8), 2, ("so nblocks cannot", "measure")),
 ]
 
@@ -277,8 +258,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_network")
 def test_without_network_it_says_what_to_do_and_writes_nothing(refused: Refused) -> None:
     refused("convert", VIT_S, "--arch", "monarch", words=(VIT_S, "--checkpoint FILE", "--no-pretrained"))
-    advice = ("someone/vit cannot be downloaded: no connection", "save_pretrained", "transformers:ViTModel --no-pretrained")
-    refused("convert", "transformers:someone/vit", words=advice)
+    refused("convert", "transformers:someone/vit", words=("someone/vit cannot be downloaded: no connection", "--no-pretrained"))
 
 
 def test_it_says_so_within_seconds_and_without_the_client_s_retries(tmp_path: Path) -> None:

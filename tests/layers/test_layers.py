@@ -97,11 +97,10 @@ def test_computes_the_product_of_the_factors_that_it_has(architecture: Architect
 def test_it_says_what_it_is_and_names_parameters_as_checkpoints_hold_them() -> None:
     layer = ButterflyLinear(SQUARE)
     assert (layer.in_features, layer.out_features, layer.architecture) == (384, 384, SQUARE)
-    assert "architecture=(1,192,48,2),(2,48,192,1), density=0.250, bias=True" in repr(layer)
+    assert str(SQUARE) in repr(layer)
     shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
     assert shapes == {"factors.0": (1, 192, 48, 2), "factors.1": (2, 48, 192, 1), "bias": (384,)}
-    bare = ButterflyLinear(SQUARE, bias=False)
-    assert "bias=False" in repr(bare) and "bias" not in bare.state_dict()
+    assert "bias" not in ButterflyLinear(SQUARE, bias=False).state_dict()
     assert not any(hasattr(layer, name) for name in ("fuse", "reparameterize", "switch_to_deploy")), "a parent would use them in its place"
 
 
@@ -123,20 +122,12 @@ def test_starts_with_the_variance_of_a_dense_layer(arch: str, out_features: int,
     assert 0.9 * bound < layer.bias.abs().max() <= bound
 
 
-def test_backends_that_cannot_multiply_are_refused() -> None:
-    with pytest.raises(BackendError, match="there is no backend 'fast'"):
-        ButterflyLinear(SMALL, backend="fast")(torch.ones(3, 8))
-    with pytest.raises(BackendError, match="'chunked' cannot run this: it gives no gradients"):
-        ButterflyLinear(SMALL, backend="chunked")(torch.ones(3, 8))
-
-
 @pytest.mark.parametrize("dense", [True, False])
 def test_the_outputs_of_parts_are_joined_in_order_under_their_names_and_hooks_of_the_parts_run(dense: bool) -> None:
     key = nn.Linear(8, 16) if dense else ButterflyLinear(SMALL)
     children: dict[str, ButterflyLinear | nn.Linear] = {"q": ButterflyLinear(SMALL), "k": key, "v": ButterflyLinear(SMALL, bias=False)}
     split, x, called = SplitLinear(children), make_input(5, 8, FP32), []
     assert_equal(split(x).detach(), torch.cat([child(x) for child in children.values()], dim=1).detach())
-    assert "in_features=8, out_features=48" in repr(split)
     own = ["k.weight"] if dense else ["k.factors.0", "k.factors.1"]
     assert sorted(split.state_dict()) == sorted(["q.bias", "q.factors.0", "q.factors.1", "k.bias", *own, "v.factors.0", "v.factors.1"])
     for name, child in children.items():
@@ -145,11 +136,18 @@ def test_the_outputs_of_parts_are_joined_in_order_under_their_names_and_hooks_of
     assert called == ["q", "k", "v"]
 
 
-def test_parts_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(PatternError, match="at least one part"):
-        SplitLinear({})
-    with pytest.raises(PatternError, match="'q' takes 8, 'k' takes 9"):
-        SplitLinear({"q": ButterflyLinear(SMALL), "k": nn.Linear(9, 3)})
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ButterflyLinear(SMALL, backend="fast")(torch.ones(3, 8)), "there is no backend 'fast'"),
+        (lambda: ButterflyLinear(SMALL, backend="chunked")(torch.ones(3, 8)), "'chunked' cannot run this: it gives no gradients"),
+        (lambda: SplitLinear({}), "at least one part"),
+        (lambda: SplitLinear({"q": ButterflyLinear(SMALL), "k": nn.Linear(9, 3)}), "'q' takes 8, 'k' takes 9"),
+    ],
+)
+def test_backends_and_parts_that_do_not_go_are_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises((BackendError, PatternError), match=words):
+        make()
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -1,5 +1,8 @@
-"""Small models with random weights, always the same, and random images for them."""
+"""Small models with random weights, always the same, random images for them, and a check that a model is as it was."""
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import timm
@@ -30,3 +33,25 @@ def images(count: int = 6) -> Tensor:
 def is_close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Whether no element is further off than this share of the largest one, or of a thousandth where all are smaller."""
     return got.shape == expected.shape and float((got - expected).detach().abs().max()) <= tolerance * float(expected.abs().max() + 1e-3)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Everything a model holds, by identity and bit for bit, before and after, and the random state."""
+    _alive, before = _held(model)
+    yield
+    assert _held(model)[1] == before
+
+
+def _held(model: nn.Module) -> tuple[list[object], list[object]]:
+    """The modules and tensors, and what they are and hold."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    registries = ("_parameters", "_buffers", "_modules")
+    attributes = [{name: copy.copy(each) for name, each in vars(module).items() if name not in registries} for _, module in modules]
+    values = [(name, id(tensor), tensor.requires_grad, _bits(tensor)) for name, tensor in tensors]
+    return [modules, tensors], [[(name, id(module)) for name, module in modules], values, attributes, _bits(torch.get_rng_state())]
+
+
+def _bits(value: Tensor) -> bytes:
+    return value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()

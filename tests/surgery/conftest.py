@@ -1,8 +1,7 @@
 """Small models for surgery, and a check that a model is as it was."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -81,25 +80,3 @@ def make_exact(plan: Plan, model: nn.Module) -> None:
             if part.architecture is not None:
                 rows = weight[part.start : part.stop]
                 rows.copy_(factors_to_dense(project(rows.double(), part.architecture).factors))
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Everything a model holds, by identity and bit for bit, before and after, and the random state."""
-    _alive, before = _held(model)
-    yield
-    assert _held(model)[1] == before
-
-
-def _held(model: nn.Module) -> tuple[list[object], list[object]]:
-    """The modules and tensors, and what they are and hold."""
-    modules = list(model.named_modules(remove_duplicate=False))
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    registries = ("_parameters", "_buffers", "_modules")
-    attributes = [{name: copy.copy(each) for name, each in vars(module).items() if name not in registries} for _, module in modules]
-    values = [(name, id(tensor), _bits(tensor)) for name, tensor in tensors]
-    return [modules, tensors], [[(name, id(module)) for name, module in modules], values, attributes, _bits(torch.get_rng_state())]
-
-
-def _bits(value: Tensor) -> bytes:
-    return value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -23,8 +23,9 @@ from flysurgery.projection import project
 from flysurgery.surgery import ExampleInput, Plan, Report, apply, densify, install, plan, plan_of
 from flysurgery.walker import Switch
 from tests.support.composed import Composed
+from tests.support.models import unchanged
 from tests.support.oracle import dense as dense_factor
-from tests.surgery.conftest import Planned, beit, unchanged
+from tests.surgery.conftest import Planned, beit
 from tests.surgery.test_exact import mobile
 
 
@@ -53,38 +54,29 @@ def test_factors_are_the_projections_the_rest_stays_and_the_report_counts(vit: n
         assert row.params_before == layer.params_before and row.seconds is not None
     kept = {name for name in dense.state_dict() if not any(name.startswith(f"{layer.fqn}.") for layer in vit_plan.replaced)}
     assert kept and all(torch.equal(dense.state_dict()[name], vit.state_dict()[name]) for name in kept)
-    assert [name for name in vit.state_dict() if name.startswith(("blocks.0.attn.qkv", "blocks.0.mlp.fc1"))] == [
-        *(f"blocks.0.attn.qkv.{part}.{tensor}" for part in "qkv" for tensor in ("bias", "factors.0", "factors.1")),
-        *(f"blocks.0.mlp.fc1.{tensor}" for tensor in ("bias", "factors.0", "factors.1")),
-    ]
-    head, totals = rows["head"], report.totals
-    assert (head.status, head.reason.code, head.relative_error, head.seconds) == ("keep", "head", None, None)
+    names = [*(f"attn.qkv.{part}" for part in "qkv"), "mlp.fc1"]
+    names = [f"blocks.0.{name}.{tensor}" for name in names for tensor in ("bias", "factors.0", "factors.1")]
+    assert [name for name in vit.state_dict() if name.startswith(("blocks.0.attn.qkv", "blocks.0.mlp.fc1"))] == names
+    totals = report.totals
     counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (dense, vit)]
     assert [totals["model_params_before"], totals["model_params_after"]] == counts
     assert totals["replaced_params_before"] - totals["replaced_params_after"] == counts[0] - counts[1]
     assert totals["linear_flops_before"] == sum(layer.flops_before for layer in vit_plan.layers)
-    document = json.loads(json.dumps(report.to_json()))
-    assert document["calibration"] is None and document["totals"]["replaced"] == 6
-    assert "replaced 6 of 9 linear layers" in str(report)
+    assert report.to_json()["totals"]["replaced"] == 6 and "replaced 6 of 9 linear layers" in str(report)
 
 
 def test_random_factors_need_no_projection_and_follow_the_seed(vit: nn.Module, planned: Planned) -> None:
     made = planned(patterns="(4,2,2,8),(2,2,2,16),(1,2,2,32)")  # not chainable
-    dense, other = copy.deepcopy(vit), copy.deepcopy(vit)
     with unchanged(vit), pytest.raises(ProjectionError, match=r"blocks.0.attn.qkv: .* not chainable; .* init='random'"):
         apply(made, vit)
-    random = torch.get_rng_state()
-    report, again = apply(made, vit, init="random", seed=4), apply(made, copy.deepcopy(dense), init="random", seed=4)
-    assert torch.equal(torch.get_rng_state(), random) and report.rows[0].relative_error == again.rows[0].relative_error
-    apply(made, other, init="random", seed=5)
-    qkv, row = vit.get_submodule("blocks.0.attn.qkv").requires_grad_(False), report.rows[0]
-    drawn = [part.factors[0] for model in (vit, other) for part in parts_of(model.get_submodule(row.fqn))]
-    assert not any(torch.equal(one, two) for index, one in enumerate(drawn) for two in drawn[:index])
-    old = dense.requires_grad_(False).get_submodule(row.fqn)
-    product = torch.cat([factors_to_dense([factor.double() for factor in part.factors]) for part in parts_of(qkv)])
-    assert row.relative_error == pytest.approx(float((old.weight - product).norm() / old.weight.norm()), rel=1e-5)
-    assert torch.equal(torch.cat([part.bias for part in parts_of(qkv)]), old.bias)
-    assert torch.equal(vit.blocks[0].attn.proj.weight, dense.blocks[0].attn.proj.weight)
+    models, random = [copy.deepcopy(vit) for _ in range(3)], torch.get_rng_state()
+    rows = [apply(made, model, init="random", seed=seed).rows[0] for model, seed in zip(models, (4, 4, 5), strict=True)]
+    assert torch.equal(torch.get_rng_state(), random) and rows[0].relative_error == rows[1].relative_error != rows[2].relative_error
+    parts, old = parts_of(models[0].get_submodule(rows[0].fqn)), vit.get_submodule(rows[0].fqn)
+    assert not torch.equal(parts[0].factors[0], parts[1].factors[0])
+    product = torch.cat([factors_to_dense([factor.detach().double() for factor in part.factors]) for part in parts])
+    assert rows[0].relative_error == pytest.approx(float((old.weight - product).norm() / old.weight.norm()), rel=1e-5)
+    assert torch.equal(torch.cat([part.bias for part in parts]), old.bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -111,6 +103,8 @@ def test_densified_weights_are_the_products_rounded_once_and_the_plan_stays_unti
     assert plan_of(vit) is None
     apply(vit_plan, vit)
     converted = copy.deepcopy(vit)
+    with pytest.raises(SurgeryError, match=r"converted already \(6 layers, such as blocks.0.attn.qkv\); densify it first"):
+        plan(vit)
     assert plan_of(vit) is vit_plan and plan_of(converted) == plan_of(pickle.loads(pickle.dumps(vit))) == vit_plan
     assert densify(vit) == 6 and plan_of(vit) is None
     for layer in vit_plan.replaced:
@@ -143,11 +137,9 @@ def test_convolutions_are_replaced_where_that_is_asked_for() -> None:
     model.up = nn.Conv2d(16, 64, 1, stride=2)
     with unchanged(model), pytest.raises(PlanError, match="layer up: the convolution has a stride"):
         apply(made, model)
-    with torch.device("meta"):
-        empty = mobile()
+    empty = mobile().to("meta")
     install(made, empty)
-    assert sorted(empty.state_dict()) == ["down.factors.0", "down.factors.1", "up.bias", "up.factors.0", "up.factors.1"]
-    assert isinstance(empty.up, ButterflyConv)
+    assert isinstance(empty.up, ButterflyConv) and isinstance(empty.down, ButterflyConv)
 
 
 def test_switches_are_set_back() -> None:
@@ -174,9 +166,7 @@ def hooked() -> nn.Module:
     ("call", "sentence"),
     [  # each is what a type checker would find
         (lambda _, __: flysurgery.plan("vit_tiny"), r"got str; build it first, as with timm.create_model\('vit_tiny'\)"),
-        (lambda _, __: flysurgery.convert(3), "expected a torch.nn.Module, got int"),
         (lambda made, model: flysurgery.apply(model, made), "expected a plan and then a model, got VisionTransformer and Plan"),
-        (lambda _, __: flysurgery.densify("folder"), "expected a torch.nn.Module, got str"),
         (lambda _, model: flysurgery.densify(model), "no converted layer"),
         (lambda _, __: flysurgery.densify(hooked()), "^0 has hooks, which a dense layer in its place would lose; remove them first"),
         (lambda plan, model: apply(plan, model, seed=-1), "seed must be a whole number from 0 to 4294967295, got -1"),
@@ -192,43 +182,30 @@ def test_arguments_of_another_kind(call: Callable[..., Any], sentence: str, vit:
         call(vit_plan, vit)
 
 
-def test_every_public_name_is_there_and_times_are_measured_in_one_call(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_measured_in_one_call(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: tuple(range(1, len(ways) + 1)))  # dense stands first
     with pytest.raises(PlanError, match=r"nothing is faster than dense here; .* would count as faster"):
         flysurgery.convert(vit, measure=True)
-    assert all(hasattr(flysurgery, name) for name in flysurgery.__all__)
 
 
 GOOD = Fidelity(102, 0.971, 0.954, 0.25, None, (("blocks.0", 0.11), ("blocks.1", 0.222)))
 POOR = Fidelity(102, 0.912, 0.688, 0.75, 0.5, ())
 DONE = Reconstruction(POOR, GOOD, 3120, 2900, 64, 60.4, ((0, 0.75), (2900, 0.25)))
-NO_NUMBER = replace(GOOD, output_cosine=math.nan, relative_error=math.inf)
 
 
 @pytest.mark.parametrize(
     ("fidelity", "reconstruction", "remarks"),
     [
         (None, None, ["its fidelity is unknown"]),
-        (
-            POOR,
-            replace(DONE, after=POOR, kept=0),
-            ["no update was better", "its token cosine of 0.688 is below 0.9"],
-        ),
+        (POOR, replace(DONE, after=POOR, kept=0), ["no update was better", "its token cosine of 0.688 is below 0.9"]),
         (GOOD, DONE, ["error after each block: 0.110 0.222", "update 2900 was kept: relative error from 0.750 to 0.250"]),
-        (NO_NUMBER, None, ["error after each block: 0.110 0.222", "its fidelity is no number"]),
+        (replace(POOR, output_cosine=math.nan, relative_error=math.inf), None, ["its fidelity is no number"]),
     ],
 )
-def test_remarks_say_what_is_known_and_what_the_model_needs(
-    fidelity: Fidelity | None, reconstruction: Reconstruction | None, remarks: list[str]
-) -> None:
+def test_remarks_say_what_is_known_and_what_the_model_needs(fidelity: Any, reconstruction: Any, remarks: list[str]) -> None:
     report = Report((), 10, 5, 1.0, verified=True, fidelity=fidelity, reconstruction=reconstruction)
-    assert len(report.remarks) == len(remarks)
     assert all(words in found and found in str(report) for words, found in zip(remarks, report.remarks, strict=True))
-    written = json.loads(json.dumps(report.to_json(), allow_nan=False))["fidelity"]
-    assert (written is None) == (fidelity is None)
-    if fidelity is not None:
-        assert written["output_cosine"] == (None if fidelity is NO_NUMBER else fidelity.output_cosine)
-        assert written["blocks"] == [list(each) for each in fidelity.blocks]
+    json.dumps(report.to_json(), allow_nan=False)
 
 
 def fc1_of(model: nn.Module) -> nn.Module:
@@ -297,13 +274,10 @@ def test_an_interruption(vit: nn.Module, vit_plan: Plan, many: Tensor, when: str
 
 
 class Fragile(dict):
-    """The children of a module; refuses to hold a converted one for the first time."""
-
-    refusals = 1
+    """The children of a module; refuses to hold a converted one."""
 
     def __setitem__(self, name: str, module: nn.Module) -> None:
-        if isinstance(module, ButterflyLinear | SplitLinear) and self.refusals:
-            self.refusals -= 1
+        if isinstance(module, ButterflyLinear | SplitLinear):
             raise MemoryError("no room for another module")
         super().__setitem__(name, module)
 
@@ -314,7 +288,6 @@ def test_a_failure_while_swapping(vit: nn.Module, vit_plan: Plan, parent: str) -
     module._modules = Fragile(module._modules)
     with unchanged(vit), pytest.raises(MemoryError):
         apply(vit_plan, vit)
-    assert isinstance(module._modules, Fragile) and not module._modules.refusals  # the failure did happen
 
 
 class Stubborn(Composed):

@@ -16,8 +16,8 @@ from flysurgery.errors import DataError, OptionError, SurgeryError
 from flysurgery.surgery import Plan, Report, apply, convert, plan
 from flysurgery.surgery.permuting import INDIFFERENT, SEPARATE, permute, shared_features
 from flysurgery.walker import HEADS, HIDDEN_UNITS, QUERY_KEY, VALUE
-from tests.support.models import VIT_PYTORCH
-from tests.surgery.conftest import Planned, beit, unchanged
+from tests.support.models import VIT_PYTORCH, unchanged
+from tests.surgery.conftest import Planned, beit
 from tests.surgery.test_exact import mobile
 
 
@@ -31,9 +31,9 @@ def errors(report: Report) -> dict[str, tuple[float, float]]:
     return {row.fqn: (row.calibration.output_error, row.calibration.plain_output_error) for row in rows}
 
 
-def test_reported_errors_are_those_of_the_modules_on_held_out_images(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
-    models = dense, plain, calibrated = [copy.deepcopy(vit).eval() for _ in range(3)]
-    report = apply(vit_plan, calibrated, calibrate=many)
+def test_reported_errors_are_those_of_the_modules_on_held_out_images_and_fall(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
+    models = dense, plain, calibrated, one_by_one = [copy.deepcopy(vit).eval() for _ in range(4)]
+    reports = [apply(vit_plan, calibrated, calibrate=many), apply(vit_plan, one_by_one, calibrate=many, sequential=True)]
     apply(vit_plan, plain)
     given: dict[nn.Module, Tensor] = {}
     for layer in vit_plan.replaced:
@@ -47,8 +47,15 @@ def test_reported_errors_are_those_of_the_modules_on_held_out_images(vit: nn.Mod
             right = old(x)
             scale = float((right - old.bias).norm())
             measured = tuple(float((module(x) - right).norm()) / scale for module in (ours, theirs))
-            assert errors(report)[layer.fqn] == pytest.approx(measured, rel=1e-3)
+            assert errors(reports[0])[layer.fqn] == pytest.approx(measured, rel=1e-3)
             assert torch.allclose(ours(fitted).mean((0, 1)), old(fitted).mean((0, 1)), atol=1e-5), "each part takes up its own mean"
+    for report, sequential in zip(reports, (False, True), strict=True):
+        assert len(errors(report)) == 6 and all(ours < 0.8 * theirs for ours, theirs in errors(report).values()), errors(report)
+        found = report.calibration
+        assert found is not None and (found.samples, found.held_out, found.sequential) == (60, 12, sequential) and report.verified
+    for number, same in ((0, True), (1, False)):  # a sequential calibration sees what the converted blocks make
+        name = f"blocks.{number}.mlp.fc1.factors.0"
+        assert torch.equal(calibrated.get_parameter(name), one_by_one.get_parameter(name)) == same
 
 
 @pytest.mark.gpu
@@ -59,19 +66,6 @@ def test_a_gpu_gives_the_errors_of_the_cpu(vit: nn.Module, vit_plan: Plan, many:
     assert all(parameter.is_cuda for parameter in there.parameters())
     for fqn, expected in errors(apply(vit_plan, vit, calibrate=many, permute=permute)).items():
         assert found[fqn] == pytest.approx(expected, rel=0.05 if permute else 1e-3)  # features that are nearly alike may change places
-
-
-def test_errors_fall_and_a_sequential_calibration_sees_what_the_converted_blocks_make(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
-    models = {sequential: copy.deepcopy(vit) for sequential in (False, True)}
-    for sequential, model in models.items():
-        report = apply(vit_plan, model, calibrate=many, sequential=sequential)
-        assert len(errors(report)) == 6
-        assert all(ours < 0.8 * theirs for ours, theirs in errors(report).values()), errors(report)
-        assert report.calibration is not None
-        assert (report.calibration.samples, report.calibration.held_out, report.calibration.sequential) == (60, 12, sequential)
-        assert report.verified and "calibrated with 60 samples" in str(report)
-    for name, same in (("blocks.0.mlp.fc1.factors.0", True), ("blocks.1.mlp.fc1.factors.0", False)):
-        assert torch.equal(*(model.get_parameter(name) for model in models.values())) == same
 
 
 def test_layers_without_bias_and_other_kinds_are_calibrated_too(vit: nn.Module, many: Tensor) -> None:
@@ -94,7 +88,6 @@ def test_what_cannot_be_calibrated_leaves_the_model_as_it_was(vit: nn.Module, vi
         (DataError, r"\(3, 32, 32\), got \(1, 32, 32\)", {"calibrate": many[:, :1]}),
         (OptionError, "sequential needs data", {"sequential": True}),
         (OptionError, "samples and reconstruct need data", {"samples": 5, "reconstruct": True}),
-        (OptionError, "minutes must be a positive number", {"calibrate": many, "reconstruct": 0.0}),
         (OptionError, "init must be projection or random, got 'zeros'", {"init": "zeros"}),
         (OptionError, "sequential and permute are options of the projection", {"calibrate": many, "init": "random", "permute": True}),
     ):
@@ -170,9 +163,7 @@ def test_errors_fall_in_each_group_and_the_report_says_by_how_much(vit: nn.Modul
     for each in report.permutations:
         assert each.moved and not each.tied
         assert sum(layer.after**2 for layer in each.layers) < sum(layer.before**2 for layer in each.layers)
-    assert "in a new order" in str(report) and "2 of 2" in str(report)
-    document = report.to_json()["permutations"]
-    assert {each["what"] for each in document} == {HIDDEN_UNITS, HEADS} and all(each["moved"] for each in document)
+    assert "in a new order" in str(report) and len(report.to_json()["permutations"]) == 4
 
 
 def tied(report: Report, what: str) -> list[set[str]]:
@@ -183,10 +174,8 @@ def test_features_without_an_order_of_their_own_stay_and_the_report_says_why(vit
     low_rank = apply(planned("lowrank"), copy.deepcopy(vit), calibrate=few, permute=True)
     assert not any(each.moved for each in low_rank.permutations)
     assert tied(low_rank, HEADS) == tied(low_rank, HIDDEN_UNITS) == [{INDIFFERENT}] * 2
-    assert INDIFFERENT in str(low_rank)
     whole = apply(planned(include=r"attn\.qkv", patterns="(1,48,16,4),(4,16,16,1)"), vit, calibrate=few, permute=True)
     assert [set(each.tied) for each in whole.permutations] == [{HEADS, QUERY_KEY, VALUE}] * 2
-    assert "does not have these features for itself" in str(whole)
     model = ViT(**VIT_PYTORCH)  # whose names put the output projection into a block of its own
     made = plan(model, roles=("qkv", "attn_out"))
     assert SEPARATE in tied(apply(made, model, calibrate=few, sequential=True, permute=True), HEADS)[0]

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-import torchvision
 import transformers
 import vit_pytorch
 from torch import Tensor, nn
-from torchvision.models.swin_transformer import SwinTransformerBlockV2
 
 import flysurgery
 from flysurgery.errors import PlanError
@@ -22,8 +20,8 @@ from flysurgery.layers import ButterflyLinear
 from flysurgery.surgery import ExampleInput, Plan, apply, convert, densify, plan
 from flysurgery.walker import walk
 from tests.support.composed import Composed
-from tests.support.models import TRUNK, VIT_PYTORCH, is_close
-from tests.surgery.conftest import PADDING, TINY, WIDTH, encoder, make_exact, torchvision_vit, unchanged
+from tests.support.models import TRUNK, VIT_PYTORCH, is_close, unchanged
+from tests.surgery.conftest import PADDING, TINY, WIDTH, encoder, make_exact, torchvision_vit
 
 Make = Callable[[], Any]
 
@@ -210,13 +208,3 @@ def test_after_an_error_the_attentions_are_as_before() -> None:
     model.register_forward_hook(lambda *_: 1 / 0)
     with unchanged(model), pytest.raises(flysurgery.FlysurgeryError, match="division by zero"):
         apply(made, model)
-
-
-def test_a_parent_that_hands_weights_to_a_function_keeps_its_layers_dense() -> None:
-    model = torchvision.models.SwinTransformer(
-        patch_size=[4, 4], embed_dim=48, depths=[2], num_heads=[2], window_size=[4, 4], block=SwinTransformerBlockV2
-    )
-    made = plan(model, roles=("qkv", "attn_out", "ffn"), example=torch.zeros(1, 3, 32, 32))
-    assert {layer.role for layer in made.replaced} == {"ffn_in", "ffn_out"}
-    reasons = {layer.reason.text for layer in made.layers if layer.role in ("qkv", "attn_out") and layer.reason is not None}
-    assert reasons == {"its parent reads the weight, at least in some cases, and does not call the module"}

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
 
-from flysurgery.errors import OptionError, PatternError, PlanError, Reason, SelectionError, SurgeryError
+from flysurgery.errors import OptionError, PatternError, PlanError, Reason, SelectionError
 from flysurgery.patterns import Architecture, low_rank, monarch, named
 from flysurgery.surgery import ExampleInput, LayerPlan, Part, Plan, apply, densify, plan
 from flysurgery.surgery.base import find_base
 from flysurgery.walker import Switch, walk
 from tests.support.composed import Composed
-from tests.surgery.conftest import TINY, Planned, unchanged
+from tests.support.models import unchanged
+from tests.surgery.conftest import TINY, Planned
 
 SQUARE = Architecture.of((1, 16, 4, 2), (2, 4, 16, 1))  # 32x32, 256 weights
 UP = Architecture.of((1, 32, 8, 2), (2, 8, 16, 1))  # 64x32, 768 weights
@@ -50,6 +51,7 @@ def test_json_has_the_documented_layout_and_gives_the_same_plan() -> None:
     assert "conv" not in data["layers"][0]
     assert Plan.from_json(change("layers.2.conv", True)).layers[2].conv
     assert Plan.from_json(change("example", ...)).example is None
+    assert "plan for a_model: 2 of 3 linear layers to replace" in str(a_plan()) and "not-selected: not selected" in str(a_plan())
     lists = Plan((), example=((ExampleInput((2,), "int64"), ExampleInput((3,), "int64")),))
     assert Plan.from_json(lists.to_json()) == lists
 
@@ -68,32 +70,25 @@ def change(path: str, value: Any) -> Any:
     return data
 
 
-TILE = "must tile the rows 0 to"
 WRONG = [
     ("schema", 2, "schema 1, got schema 2"),
-    ("schema", True, "schema 1, got schema True"),
     ("layers", ..., "no entry 'layers'"),
     ("extra", 1, "unknown entry 'extra'"),
     ("base", 3, "'base' must be a text or null"),
-    ("switches", [["block", "separate"]], "a switch is a list"),
     ("switches", [["block", "__class__", True]], "public attribute"),
     ("switches", [["block", "separate", True], ["block", "separate", False]], "stands twice"),
     ("example", [{"shape": [1 << 20, 1 << 20], "dtype": "float32"}], "at most"),
-    ("example", [{"shape": [0, 3], "dtype": "float32"}], "positive sides"),
     ("example", [{"shape": [3], "dtype": "int64", "values": [1, 2]}], "has 3 values, got 2"),
     ("layers.2.aliases", ["block.qkv"], "block.qkv stands twice"),
     ("layers.0.role", "boss", "'role' must be one of"),
     ("layers.0.bias", 1, "'bias' must be true or false"),
-    ("layers.0.calls", -1, "must lie between 0 and"),
     ("layers.0.rows", 1 << 63, "must lie between 0 and"),
     ("layers.0.in_features", 1 << 40, "sizes must lie between"),
     ("layers.0.in_features", 64, "the layer is 32x64"),
-    ("layers.0.parts.0.stop", 31, TILE),
-    ("layers.0.parts.2.stop", 128, TILE),
+    ("layers.0.parts.2.stop", 128, "must tile the rows 0 to"),
     ("layers.0.parts.0.name", "forward", "different names"),
     ("layers.2.parts.0.name", "q", "no name"),
     ("layers.2.parts.0.architecture", None, "no part of it has an architecture"),
-    ("layers.2.parts.0.architecture", [[1, 1 << 40, 8, 2], [2, 8, 16, 1]], "no side may exceed"),
     ("layers.2.parts.0.architecture", [[1, 64, 1 << 24, 1], [1, 1 << 24, 32, 1]], "more parameters than the dense"),
     ("layers.2.parts.0.architecture", [[10**4000, 10**4000, 8, 2], [2, 8, 16, 1]], "layer block.up: "),
     ("layers.1.parts", [{"name": None, "start": 0, "stop": 32, "architecture": None}], "kept dense and yet has parts"),
@@ -106,8 +101,6 @@ def test_wrong_json_is_one_sentence(path: str, value: Any, message: str) -> None
         Plan.from_json(change(path, value))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-    if path.startswith("layers.") and "fqn" not in path and path.count(".") > 1 and "twice" not in message:
-        assert a_plan().layers[int(path[7])].fqn in str(caught.value)
 
 
 def places(value: Any, path: str = "") -> list[str]:
@@ -136,16 +129,6 @@ def test_any_damage_is_a_plan_error_or_another_valid_plan(place: str, value: Any
         assert str(plan)
 
 
-def test_the_table_shows_groups_totals_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    text = str(a_plan())
-    assert "plan for a_model: 2 of 3 linear layers to replace" in text
-    up = next(line for line in text.splitlines() if line.startswith("block.up"))
-    assert up.split() == f"block.up 1 ffn_in 64x32 2.11 k -> 832 65.5 k -> 24.6 k other {UP}".replace("),(", "), (").split()
-    assert "parameters of the replaced layers  5.28 k  2.46 k  -53.3%" in text  # 97*32 + 64*33 and 1536 + 768 and biases
-    assert "not-selected: not selected" in text
-
-
 def layers(of: Plan) -> dict[str, LayerPlan]:
     return {layer.fqn: layer for layer in of.layers}
 
@@ -167,7 +150,6 @@ def test_the_default_plan_of_a_timm_vit(vit: nn.Module) -> None:
     assert [(part.name, part.start, part.stop) for part in qkv.parts] == [("q", 0, 64), ("k", 64, 128), ("v", 128, 192)]
     assert {part.architecture for part in qkv.parts} == {monarch(64, 64, 4)}
     assert [(part.name, part.architecture) for part in fc1.parts] == [(None, monarch(256, 64, 4))]
-    assert (qkv.role, fc1.role, found["blocks.0.mlp.fc2"].role) == ("qkv", "ffn_in", "ffn_out")
     reasons = [found[fqn].reason for fqn in ("blocks.0.attn.proj", "head")]
     assert [reason and reason.code for reason in reasons] == ["not-selected", "head"]
     assert made.base == "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
@@ -220,30 +202,23 @@ def test_layers_and_parts_get_the_architectures_that_are_named_for_them(planned:
     assert [(part.name, part.architecture) for part in whole] == [(None, low_rank(192, 64, 40))]
 
 
-PATTERNS = "expected patterns such as"
 SIZES = "describe a 100x64 matrix, and the selected layers and their parts are 64x64, 64x256, 192x64, 256x64"
 CHOICES = "expected dense, or a family such as gonon, monarch:8 or lowrank:64, got "
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"include": "no_such_layer"}, SelectionError, "no_such_layer"),
-    ({"patterns": "(1,2,3)"}, PatternError, PATTERNS),
-    ({"patterns": [1, 2]}, PatternError, PATTERNS),
-    ({"patterns": [(1, 32, 8, 2), (2, 8, 32, 1)]}, PatternError, PATTERNS),
+    *(({"patterns": given}, PatternError, "expected patterns such as") for given in ("(1,2,3)", [(1, 32, 8, 2), (2, 8, 32, 1)])),
     ({"patterns": [monarch(256, 64), monarch(100, 64)]}, SelectionError, SIZES),
     ({"patterns": [monarch(64, 64)], "nblocks": 8}, OptionError, "patterns name the architecture, so nblocks"),
     ({"per_layer": {"mlp": "dense", "attn.proj": "dense"}}, SelectionError, "'attn.proj' matches no selected layer and no part of one"),
     ({"per_layer": "mlp"}, OptionError, "maps regular expressions to choices, .* got 'mlp'"),
     ({"roles": 5}, OptionError, "are texts, or lists of texts; got 5"),
     ({"min_size": "a"}, OptionError, "a whole number of features, got 'a'"),
-    ({"blocks": 9}, SelectionError, "the model has no block 9"),
     ({"per_layer": {"(": "dense"}}, SelectionError, "is no regular expression"),
-    ({"per_layer": {"mlp": "monarchs"}}, OptionError, f"{CHOICES}'monarchs'"),
-    ({"per_layer": {"mlp": "gonon:8"}}, OptionError, "got 'gonon:8'"),
-    ({"per_layer": {"mlp": "monarch:"}}, OptionError, "got 'monarch:'"),
+    *(({"per_layer": {"mlp": choice}}, OptionError, f"{CHOICES}'{choice}'") for choice in ("monarchs", "gonon:8", "monarch:")),
     ({"nblocks": 48}, PlanError, r"nothing would be replaced: no-pattern \(\d layers\): .*"),
     ({"nblocks": 1, "roles": "attn_out"}, PlanError, "no-gain"),
     ({"arch": "butterfly"}, OptionError, "monarch, gonon, lowrank"),
     ({"nblocks": 0}, OptionError, "nblocks must be a positive integer, got 0"),
-    ({"rank": 8}, OptionError, "takes no rank"),
     ({"arch": "gonon", "nblocks": 8}, OptionError, "takes no nblocks"),
 ]
 
@@ -252,15 +227,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_what_cannot_be_planned_says_why(planned: Planned, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         planned(**options)
-
-
-def test_models_that_cannot_be_planned_say_why(vit: nn.Module, vit_plan: Plan) -> None:
-    apply(vit_plan, vit)
-    with pytest.raises(SurgeryError, match=r"converted already \(6 layers, such as blocks.0.attn.qkv\); densify it first"):
-        plan(vit)
-    narrow = timm.create_model("vit_tiny_patch16_224", **TINY | {"embed_dim": 96})
-    with pytest.raises(PlanError, match=r"needs n = 2\^L with L >= 1, got a 96x96 matrix"):  # of the parts, not of the fused matrix
-        plan(narrow, "dyadic", roles="qkv")
 
 
 def attend_unevenly(self: Any, x: Tensor) -> Tensor:
@@ -281,24 +247,6 @@ def test_a_part_without_an_architecture_stays_dense() -> None:
     assert densify(model) == 1 and torch.equal(model.qkv.weight[32:36], key)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("vit_tiny_patch16_224", {**TINY, "global_pool": "avg", "num_classes": 0}),
-        ("swin_tiny_patch4_window7_224", {"img_size": 112, "in_chans": 4}),
-        ("vit_base_patch16_siglip_224.v2_webli", {"depth": 1}),
-    ],
-)
-def test_a_timm_model_says_how_it_is_built_again(name: str, arguments: dict[str, Any]) -> None:
-    with torch.device("meta"):
-        model = timm.create_model(name, **arguments)
-        base, base_args = find_base(model, None, None)
-        assert base is not None and base.startswith(name)
-        again = timm.create_model(base, **json.loads(json.dumps(base_args)))
-    shapes = [{key: value.shape for key, value in each.state_dict().items()} for each in (model, again)]
-    assert shapes[0] == shapes[1]
-
-
 def test_what_is_given_goes_before_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = timm.create_model("vit_tiny_patch16_224", in_chans=1, num_classes=7, **TINY)
@@ -306,11 +254,8 @@ def test_what_is_given_goes_before_what_the_model_says(monkeypatch: pytest.Monke
     base, base_args = find_base(model, None, {"num_classes": 9})
     assert (base, base_args["num_classes"], base_args["depth"]) == ("vit_tiny_patch16_224.augreg_in21k_ft_in1k", 9, 2)
     assert find_base(model, "vit_pytorch:ViT", {"depth": 1}) == ("vit_pytorch:ViT", {"depth": 1})
-    model.reset_classifier(3)
-    assert find_base(model, None, None)[1]["num_classes"] == 3
-    for unknown in (other, nn.Linear(2, 2)):  # JSON has no functions
-        assert find_base(unknown, None, None) == (None, {})
+    assert find_base(other, None, None) == find_base(nn.Linear(2, 2), None, None) == (None, {}), "JSON has no functions"
     with pytest.raises(OptionError, match="base_args must be values that JSON has"):
         find_base(model, "vit_tiny_patch16_224", {"act_layer": nn.ReLU})
     monkeypatch.delattr(timm.models, "get_model_args", raising=False)  # as in earlier versions of timm
-    assert find_base(model, None, None)[1] == {"img_size": [32, 32], "in_chans": 1, "num_classes": 3}
+    assert find_base(model, None, None)[1] == {"img_size": [32, 32], "in_chans": 1, "num_classes": 7}
