@@ -218,7 +218,8 @@ BUILDS: list[tuple[str, Callable[[str], object]]] = [  # the first is a terabyte
     ("bytes", lambda device: list(torch.ones(50_000, device=device))),
     ("bytes", lambda _: torch.tensor([1.0] * 300_000)),
     ("300 steps", lambda device: [nn.LayerNorm(1, device=device) for _ in range(60)]),
-    ("300 steps", lambda device: [nn.Identity() if device == "cpu" else torch.ones(1, device=device) for _ in range(301)]),
+    ("300 steps", lambda _: nn.Sequential(*[nn.Identity() for _ in range(301)])),
+    ("300 steps", lambda device: [torch.ones(1, device=device) for _ in range(301)]),
 ]
 
 

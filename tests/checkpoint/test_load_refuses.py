@@ -37,11 +37,13 @@ WEIGHTS: list[tuple[Any, list[str]]] = [
     (lambda _, header: header.update(plan_sha256="0" * 64), ["config.json does not match model.safetensors"]),
     (lambda _, header: header.update(tensors=header["tensors"].replace('"F32"', '"F16"', 1)), ["tensors_sha256 does not match"]),
     (lambda _, header: relist(header, "{"), ["its tensors are no JSON"]),
+    (lambda _, header: relist(header, '{"a": ["F32", 3]}'), ["its tensors do not map names to dtypes and hashes"]),
     (put(NORM, dtype=torch.float16), [f"its header lists {NORM} as torch.float32, and it is torch.float16"]),
     (lambda tensors, _: tensors[NORM].view(torch.uint8)[5].bitwise_xor_(1), [f"the data of {NORM} do not match", "verify=False"]),
     (lambda tensors, _: (tensors.pop(FC1), tensors.pop("head.bias")), ["does not fit its plan", f"2 missing: {FC1}, head.bias"]),
     (lambda tensors, _: tensors.update({f"odd{n}": torch.zeros(1) for n in range(5)}), ["5 unknown: odd0, odd1, odd2, ..."]),
     (put(FC1, torch.zeros(1, 2, 3, 4)), [f"1 of another shape: {FC1} is [1, 2, 3, 4] instead of [1, 32, 8, 4]"]),
+    (put(FC1, dtype=torch.int32), [FC1, "torch.int32 instead of torch.float32"]),
     (put(FC1, dtype=torch.float8_e4m3fn), [FC1, "F8_E4M3"]),
     (lambda _, header: header.pop("flysurgery.schema"), ["no flysurgery checkpoint", "flysurgery.schema"]),  # not taken for one of timm's
     (lambda _, header: relist(header, header["tensors"].replace(NORM, "stranger")), [f"its header lists {NORM} as None"]),

@@ -180,6 +180,7 @@ FIT: list[tuple[dict[str, Any], str]] = [
 NEVER: list[tuple[dict[str, Any], str]] = [
     ({"nonsense": 1}, "nonsense"),
     ({"num_classes": -1}, "num_classes must be a whole number from 0"),
+    ({"img_size": (0, 16)}, "img_size must be a positive whole number or two"),
     ({"img_size": 2.5}, "img_size=2.5 cannot be given"),
     ({"features_only": True, "out_indices": "abc"}, "cannot be"),
     ({"pretrained_cfg_overlay": {"mean": "red"}}, "pretrained_cfg of config.json cannot be used"),
