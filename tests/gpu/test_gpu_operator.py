@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu import weight_space
+from flysurgery.gpu.weight_cache import forget_derived
 from flysurgery.ops import Problem, explain
 from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.patterns import Architecture, gonon, monarch
@@ -196,6 +197,20 @@ def test_compiled_graphs_follow_training(mode: Arithmetic) -> None:
     for index, (ours, theirs) in enumerate(zip(layer.factors, reference.factors, strict=True)):
         assert not torch.equal(ours, Layer(mode=mode).factors[index])
         assert_equal(ours, theirs)
+
+
+def test_replays_that_train_are_missed_until_forgotten() -> None:
+    layer, x = Layer(mode=FP32_BY_FP16_PAIRS), rows_of(64, FP32_BY_FP16_PAIRS)
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        layer.factors[0].mul_(-2)
+    with torch.no_grad():
+        before = layer(x)
+        graph.replay()
+        assert_equal(layer(x), before)
+        forget_derived()
+        check(layer(x), layer, x)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
