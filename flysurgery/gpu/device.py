@@ -55,6 +55,11 @@ def multiprocessors_of(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+def make_context_current(device_index: int) -> None:
+    """Set the driver's context for a thread that has not used the device yet; PyTorch's device guard does not."""
+    cuda_module("core").Device(device_index).set_current()
+
+
 def cuda_facts() -> list[tuple[str, str, str | None]]:
     """What ``flysurgery doctor`` says about the CUDA backend: rows of ``(what, what was found, obstacle or None)``."""
     folder, facts = cubin_folder(), list[tuple[str, str, str | None]]()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu.compile import cuda_module, find_cubin
+from flysurgery.gpu.device import make_context_current
 from flysurgery.gpu.modes import macros
 from flysurgery.gpu.recording import current_recording
 from flysurgery.gpu.tensor_map import Boxes
@@ -99,7 +100,7 @@ class Kernel:
         """Launch by a ``_launch_config``, which no other thread may use meanwhile, with the parameters whose addresses lie there."""
         result = self._launch_as(config, self.function, address, 0)[0]
         if result != 0 and result.name == "CUDA_ERROR_INVALID_CONTEXT":
-            _make_context_current(self.device_index)
+            make_context_current(self.device_index)
             result = self._launch_as(config, self.function, address, 0)[0]
         if result != 0:
             grid, block = (config.gridDimX, config.gridDimY, config.gridDimZ), (config.blockDimX, config.blockDimY, config.blockDimZ)
@@ -203,7 +204,7 @@ def _load(name: str, defines: Mapping[str, int | str], device_index: int) -> tup
         # The driver refuses by default to load code during a capture, although it is safe.
         _, before = driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
-            _make_context_current(device_index)
+            make_context_current(device_index)
             for refresh in (False, True):  # a file damaged in the cache folder is replaced
                 cubin = find_cubin(source, defines, arch=ARCH, name=name, refresh=refresh)
                 try:
@@ -249,11 +250,6 @@ def _ask(kernel: Kernel, compilers: ThreadPoolExecutor) -> None:
     if not kernel.is_asked:
         kernel.is_asked = True
         compilers.submit(kernel.load)
-
-
-def _make_context_current(device_index: int) -> None:
-    """Set the driver's context for a thread that has not used the device yet; PyTorch's device guard does not."""
-    cuda_module("core").Device(device_index).set_current()
 
 
 def current_device() -> int:

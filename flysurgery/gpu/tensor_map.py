@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu.compile import cuda_module
+from flysurgery.gpu.device import make_context_current
 
 WORDS = 16
 """64-bit integers of a tensor map, which a kernel takes as one struct."""
@@ -30,7 +31,7 @@ class Boxes(NamedTuple):
     swizzled: bool
 
     def words(self, address: int) -> tuple[int, ...]:
-        """The map of such a tensor at an address.
+        """The map of such a tensor at an address on the current device.
 
         Raises:
             BackendError: the driver refuses it.
@@ -57,7 +58,7 @@ def _map(
 ) -> tuple[int, ...]:
     driver = cuda_module("bindings.driver")
     kind, swizzle = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
-    result, made = driver.cuTensorMapEncodeTiled(
+    arguments = (
         kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == torch.bfloat16 else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         len(sizes),
         address,
@@ -70,6 +71,10 @@ def _map(
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
+    result, made = driver.cuTensorMapEncodeTiled(*arguments)
+    if result != 0 and result.name == "CUDA_ERROR_INVALID_CONTEXT":  # in a thread that has launched nothing yet
+        make_context_current(torch.cuda.current_device())
+        result, made = driver.cuTensorMapEncodeTiled(*arguments)
     if result != 0:
         raise BackendError(f"the CUDA driver makes no map of sizes {sizes} and strides of {strides} bytes: {result.name}")
     return tuple((ctypes.c_int64 * WORDS).from_address(int(made.getPtr())))

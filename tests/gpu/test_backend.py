@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import itertools
 import multiprocessing
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flysurgery.errors import BackendError, PatternError
-from flysurgery.gpu import device, product
+from flysurgery.gpu import device, product, tensor_map
 from flysurgery.gpu import kernel as kernels
 from flysurgery.gpu.gradients import check_operands
 from flysurgery.gpu.kernel import Kernel
@@ -216,10 +219,27 @@ class Refused(Kernel):
 
 def test_a_refused_launch_is_told_and_a_missing_context_made(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr(kernels, "_make_context_current", made.append)
+    monkeypatch.setattr(kernels, "make_context_current", made.append)
     config = SimpleNamespace(gridDimX=1, gridDimY=2, gridDimZ=3, blockDimX=4, blockDimY=5, blockDimZ=6, sharedMemBytes=7)
     Refused("CUDA_ERROR_INVALID_CONTEXT", "").queue(config, 0)
     assert made == [3]
     for names in (["CUDA_ERROR_INVALID_VALUE"], ["CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_VALUE"]):
         with pytest.raises(BackendError, match=r"some was not launched: CUDA_ERROR_INVALID_VALUE with grid \(1, 2, 3\), .* 7 bytes"):
             Refused(*names).queue(config, 0)
+
+
+def test_a_map_for_the_copy_engine_is_made_in_a_thread_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    words, made = (ctypes.c_int64 * tensor_map.WORDS)(*range(tensor_map.WORDS)), list[int]()
+    driver, refused = MagicMock(), SimpleNamespace(name="CUDA_ERROR_INVALID_CONTEXT")
+    driver.cuTensorMapEncodeTiled.side_effect = [(refused, None), (0, SimpleNamespace(getPtr=lambda: ctypes.addressof(words)))]
+    monkeypatch.setattr(tensor_map, "cuda_module", lambda name: driver)
+    monkeypatch.setattr(tensor_map, "make_context_current", made.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert tensor_map.boxes(torch.zeros(8, 64).half(), 8).words(256) == (*range(tensor_map.WORDS),) and made == [2]
+
+
+@pytest.mark.gpu
+def test_the_first_launch_of_a_thread_may_be_one_by_the_copy_engine() -> None:
+    x = torch.zeros(64, 64, dtype=torch.float16, device="cuda")
+    with ThreadPoolExecutor(1) as thread:
+        assert any(thread.submit(tensor_map.boxes(x, 64).words, x.data_ptr()).result())
