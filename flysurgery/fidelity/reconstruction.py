@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flysurgery.calibration import Samples, unchanged_state
+from flysurgery.calibration import Samples, run, unchanged_state
 from flysurgery.errors import DataError, SurgeryError
 from flysurgery.fidelity.captured import WARM_UP, Captured, made_ahead
 from flysurgery.fidelity.measure import Fidelity, first_tensor, measure_fidelity
@@ -235,7 +235,7 @@ def reconstruct(
         held_out = list(samples.held_out())
         processes.share([parameter for parameter in student.parameters() if parameter.is_floating_point()])
         if on_cuda:
-            _compile(student, held_out[0].to(device), settings.batch)
+            _compile(student, held_out[0], settings.batch)
 
         def judged() -> Fidelity:
             return processes.agreed(measure_fidelity(student, teacher, held_out, cuts))
@@ -278,13 +278,17 @@ def reconstruct(
     return Reconstruction(before, after, done, kept, settings.batch * processes.count, perf_counter() - started, tuple(history))
 
 
-def _compile(student: nn.Module, x: Tensor, batch: int) -> None:
+def _compile(student: nn.Module, samples: Tensor, views: int) -> None:
     """Compile the kernels of measurements and updates, as a run of few seconds has no time to compile them one after the other."""
+    x = samples[:1].to(next(student.parameters()).device, torch.bfloat16).expand(views, *samples.shape[1:])
     half = HalfCopy(student).model
-    with compiling(), suppress(RuntimeError):  # of forwards that need autocast, which will compile its kernels later
-        with torch.no_grad():
-            student(x)
-        first_tensor(half(x[:1].bfloat16().expand(batch, *x.shape[1:]))).sum().backward()
+    with compiling():  # in which a forward may fail, on arbitrary numbers or for lack of autocast: it compiles its kernels later
+        with suppress(Exception), torch.no_grad():
+            run(student, samples)
+        with suppress(Exception):
+            first_tensor(half(x)).sum().backward()
+    del half
+    torch.cuda.empty_cache()  # what is free decides where the pictures are
 
 
 def _share(done: float) -> float:

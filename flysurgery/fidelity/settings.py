@@ -12,7 +12,7 @@ from flysurgery.errors import OptionError
 MINUTES = {"cuda": 1.0, "cpu": 20.0}  # the budget of a reconstruction where none is given, by the kind of device
 FUSED_FROM_MINUTES, FUSING_SHARE = 1.0, 0.25
 """A reconstruction on CUDA uses fused modules from this budget on, and fuses no further model after this share of it. Measuring takes some
-8 seconds for both models, and 18 where kernels are compiled."""
+8 seconds for both models, and more where kernels are compiled."""
 VIEWS = {"cuda": 64, "cpu": 8}  # views of an update, by the kind of device. A CPU makes few updates; with few views each it makes more
 REACH = 0.5  # the share of the gradient that passes from a block to the one before it, see ``Pull``; in the trials better than 0 and 1
 TAUGHT = 0.2

@@ -129,7 +129,7 @@ def _launcher(
     """The tiling for this many rows, inputs and outputs, its kernel, and the launch: blocks, threads and shared memory.
 
     Raises:
-        BackendError: there is no tiling, or the kernel does not compile.
+        BackendError: there is no tiling.
     """
     tile = dense_tiling(*sizes[1:], mode, shared_limit_of(device_index), gated)
     if isinstance(tile, str):

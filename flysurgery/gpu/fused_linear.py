@@ -42,7 +42,7 @@ def fused_reason(
 
 
 class FusedLinear:
-    """A compiled fused layer of one tiling and one of its ``configs`` on one device.
+    """A fused layer of one tiling and one of its ``configs`` on one device.
 
     The outputs of linears that share x lie side by side. With a norm before them the sum of each output's weights lies behind the bias.
     Gated, the outputs are a gate and then a value, of equal size, and the result is ``activation(gate) * value``.

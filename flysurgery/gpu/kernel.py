@@ -7,7 +7,7 @@ import os
 import struct
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
@@ -33,6 +33,7 @@ ARCH = "sm_90a"
 """The architecture that kernels are compiled for, with wgmma and the copy engine."""
 
 _FREE_SHARED_BYTES = 48 * 1024
+_MOST_COMPILERS = 16
 
 
 class Kernel:
@@ -42,7 +43,6 @@ class Kernel:
         self.name, self.device_index = name, device_index
         self.function: Any = None
         self.words = list[int]()  # of each parameter; a struct has whole ones
-        self.is_asked = False
         self._defines, self._loading = defines, threading.Lock()
         self._shared_bytes = _FREE_SHARED_BYTES
         self._launches: dict[tuple[tuple[int, ...], bool], Series] = {}
@@ -57,8 +57,7 @@ class Kernel:
             if self.function is None:
                 driver = cuda_module("bindings.driver")
                 self._launch_as = driver.cuLaunchKernelEx
-                self._code, kernel = _load(self.name, self._defines, self.device_index)
-                self.words = [ceil(size / 8) for _, size in kernel.arguments_info]
+                self._code, kernel, self.words = _load(self.name, self._defines, self.device_index)
                 self._kernel, self.function = driver.CUkernel(int(kernel.handle)), driver.CUfunction(int(kernel.handle))
 
     def launch(self, grid: Grid, block: Grid, shared_bytes: int, stream: int, *arguments: Argument, early: bool = False) -> None:
@@ -88,8 +87,8 @@ class Kernel:
                 words += argument.words(argument.at.data_ptr())
         series = self._launches.get((sizes, early))
         if series is None:
-            if _thread.compilers is not None and self.function is None:
-                _ask(self, _thread.compilers)
+            if _thread.asked is not None and self.function is None:
+                _thread.asked.load(self)
                 return
             series = self._launches[sizes, early] = Series([(self, sizes, early)])
         if len(words) != series.count:
@@ -111,16 +110,17 @@ class Kernel:
 
     def allow_shared(self, shared_bytes: int) -> None:
         """Let the loaded kernel take so many bytes of shared memory a block. Raises BackendError where the device has less."""
-        if shared_bytes <= self._shared_bytes:
-            return
-        driver = cuda_module("bindings.driver")
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        result = driver.cuKernelSetAttribute(attribute, shared_bytes, self._kernel, driver.CUdevice(self.device_index))[0]
-        if result != 0:
-            raise BackendError(
-                f"kernel {self.name} needs {shared_bytes} bytes of shared memory a block, this device has less: {result.name}"
-            )
-        self._shared_bytes = shared_bytes
+        with self._loading:
+            if shared_bytes <= self._shared_bytes:
+                return
+            driver = cuda_module("bindings.driver")
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            result = driver.cuKernelSetAttribute(attribute, shared_bytes, self._kernel, driver.CUdevice(self.device_index))[0]
+            if result != 0:
+                raise BackendError(
+                    f"kernel {self.name} needs {shared_bytes} bytes of shared memory a block, this device has less: {result.name}"
+                )
+            self._shared_bytes = shared_bytes
 
 
 class Series:
@@ -170,13 +170,13 @@ def _launch_config(sizes: tuple[int, ...], early: bool) -> Any:
 
 @lru_cache(maxsize=4096)
 def kernel_of(tile: Any, device_index: int, *options: object) -> Kernel:
-    """The kernel ``tile.kernel`` with the macros ``tile.defines(*options)``, loaded. Raises as ``load_kernel``."""
+    """The kernel ``tile.kernel`` with the macros ``tile.defines(*options)``."""
     return load_kernel(tile.kernel, tile.defines(*options), device_index)
 
 
 @lru_cache(maxsize=4096)
 def sized_kernel(name: str, device_index: int, **sizes: Hashable) -> Kernel:
-    """A kernel with the macros ``macros(**sizes)``, loaded. Raises as ``load_kernel``."""
+    """A kernel with the macros ``macros(**sizes)``."""
     return load_kernel(name, macros(**sizes), device_index)
 
 
@@ -197,8 +197,8 @@ def load_kernel(name: str, defines: Mapping[str, int | str], device_index: int) 
     return _kernels.get(key) or _kernels.setdefault(key, Kernel(name, {**defines}, device_index))
 
 
-def _load(name: str, defines: Mapping[str, int | str], device_index: int) -> tuple[Any, Any]:
-    """The code object, which must live, and the function in it."""
+def _load(name: str, defines: Mapping[str, int | str], device_index: int) -> tuple[Any, Any, list[int]]:
+    """The code object, which must live, the function in it, and the words of its parameters."""
     source, driver, rejected = f"{name}.cu", cuda_module("bindings.driver"), None
     with torch.cuda.device(device_index):
         # The driver refuses by default to load code during a capture, although it is safe.
@@ -209,7 +209,8 @@ def _load(name: str, defines: Mapping[str, int | str], device_index: int) -> tup
                 cubin = find_cubin(source, defines, arch=ARCH, name=name, refresh=refresh)
                 try:
                     code = cuda_module("core").ObjectCode.from_cubin(cubin, name=source)
-                    return code, code.get_kernel(name)
+                    kernel = code.get_kernel(name)
+                    return code, kernel, [ceil(size / 8) for _, size in kernel.arguments_info]
                 except Exception as error:  # cuda-core's own error type is private
                     rejected = error
         finally:
@@ -217,8 +218,25 @@ def _load(name: str, defines: Mapping[str, int | str], device_index: int) -> tup
     raise BackendError(f"the CUDA driver rejects kernel {source} for {ARCH}: {rejected}; update the driver") from rejected
 
 
+class _Asked:
+    """Kernels that are loaded by the threads of a pool, each once."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool, self._loads = pool, dict[Kernel, Future[None]]()
+
+    def load(self, kernel: Kernel) -> None:
+        """Let a kernel be loaded; further requests would keep threads waiting."""
+        if kernel not in self._loads:
+            self._loads[kernel] = self._pool.submit(kernel.load)
+
+    def finish(self) -> None:
+        """Wait for all of them. Raises as ``Kernel.load``."""
+        for load in self._loads.values():
+            load.result()
+
+
 class _OfThread(threading.local):
-    compilers: ThreadPoolExecutor | None = None
+    asked: _Asked | None = None
 
 
 _thread = _OfThread()
@@ -226,30 +244,35 @@ _thread = _OfThread()
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Load the kernels that this thread launches in the block side by side, on all cores, before the block ends.
+    """Load the kernels that this thread launches in the block side by side, before the block ends.
 
     Run in it once what will be run or timed afterwards. A launch of a kernel that is not loaded yet does nothing, so results inside are
-    arbitrary, and nothing that is derived from parameters is remembered. Backward passes stay in this thread. A kernel that fails to
-    compile raises at its next launch.
+    arbitrary, and nothing that is derived from parameters is remembered. Backward passes stay in this thread, and autograd does not look
+    for NaN.
+
+    Raises:
+        BackendError: at the end of the block, if a kernel does not compile, or the driver rejects it.
     """
-    with ThreadPoolExecutor(os.cpu_count()) as compilers, torch.autograd.set_multithreading_enabled(False):
-        _thread.compilers = compilers
+    before = _thread.asked
+    with (
+        ThreadPoolExecutor(min(_MOST_COMPILERS, os.cpu_count() or 1)) as pool,
+        torch.autograd.set_multithreading_enabled(False),
+        torch.autograd.set_detect_anomaly(False),
+    ):
+        asked = _thread.asked = _Asked(pool)
         try:
             yield
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
         finally:
-            _thread.compilers = None
+            _thread.asked = before
+        asked.finish()
 
 
 def is_compiling() -> bool:
     """Whether this thread is in a block of ``compiling``."""
-    return _thread.compilers is not None
-
-
-def _ask(kernel: Kernel, compilers: ThreadPoolExecutor) -> None:
-    """Let a kernel be loaded, once: further requests would keep threads waiting."""
-    if not kernel.is_asked:
-        kernel.is_asked = True
-        compilers.submit(kernel.load)
+    return _thread.asked is not None
 
 
 def current_device() -> int:

@@ -244,7 +244,7 @@ def _decide(
 ) -> None:
     """Leave each candidate that must not be fused, that no kernel takes, or that is not ``chosen`` or, where it is measured, faster.
 
-    Of equal groups one is measured. Kernels that they need are compiled before, side by side.
+    Of equal groups one is measured. Kernels that this needs are compiled before, side by side.
     """
     equal: dict[object, list[Candidate]] = {}
     cases: list[_Case] = []

@@ -1,5 +1,6 @@
 """Kernels that are compiled side by side: launches wait for none of them, and nothing of what they leave is used."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch.nn import functional
 
 from flysurgery.errors import BackendError
 from flysurgery.factors import factors_to_dense
-from flysurgery.gpu.kernel import Kernel, compiling
+from flysurgery.gpu.kernel import Kernel, compiling, is_compiling
 from flysurgery.gpu.weight_cache import derived
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import monarch
@@ -27,6 +28,7 @@ def test_kernels_are_loaded_beside_each_other_and_none_twice(monkeypatch: pytest
         loaded.append(kernel.name)
 
     monkeypatch.setattr(Kernel, "load", load)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     kernels = [Kernel(name, {}, 0) for name in ("left", "right")]
     with compiling():
         for kernel in kernels * 3:
@@ -34,16 +36,38 @@ def test_kernels_are_loaded_beside_each_other_and_none_twice(monkeypatch: pytest
     assert sorted(loaded) == ["left", "right"]
 
 
-def test_a_kernel_that_does_not_compile_raises_at_its_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_compile_raises_at_the_end_and_at_its_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(kernel: Kernel) -> None:
         raise BackendError("a cause")
 
     monkeypatch.setattr(Kernel, "load", load)
-    kernel = Kernel("wrong", {}, 0)
-    with compiling():
+    kernel, reached = Kernel("wrong", {}, 0), []
+    with pytest.raises(BackendError, match="a cause"), compiling():
         kernel.launch(GRID, GRID, 0, 0)
+        reached.append(kernel)
     with pytest.raises(BackendError, match="a cause"):
         kernel.launch(GRID, GRID, 0, 0)
+    assert reached
+
+
+def test_an_error_ends_the_block_without_the_loads_that_have_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on = list[str](), threading.Event()
+
+    def load(kernel: Kernel) -> None:
+        begun.append(kernel.name)
+        goes_on.wait(20)
+
+    monkeypatch.setattr(Kernel, "load", load)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    kernels = [Kernel(name, {}, 0) for name in ("first", "second")]
+    with pytest.raises(KeyboardInterrupt), compiling():
+        with compiling():  # ends itself alone
+            pass
+        for kernel in kernels:
+            kernel.launch(GRID, GRID, 0, 0)
+        threading.Timer(0.2, goes_on.set).start()
+        raise KeyboardInterrupt
+    assert begun == ["first"] and not is_compiling()
 
 
 def test_nothing_is_remembered_of_what_is_packed_meanwhile() -> None:
