@@ -42,7 +42,9 @@ def skeleton(model: str) -> Any:
     try:
         with torch.device("meta"):
             vit: Any = timm.create_model(model, pretrained=False)
-        _ = vit.embed_dim, vit.patch_embed.num_patches, vit.blocks[0].attn.num_heads, vit.blocks[0].mlp.fc2.in_features
+        _ = vit.embed_dim, vit.blocks[0].attn.num_heads, vit.blocks[0].mlp.fc2.in_features
+        if vit.patch_embed.num_patches != (vit.patch_embed.img_size[0] // vit.patch_embed.patch_size[0]) ** 2:
+            raise ValueError("its patches are not cut out of the image")
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise OptionError(f"'{model}' is no ViT of timm that can be taken apart: {error}") from error
     return vit

@@ -42,17 +42,18 @@ PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x0
 def open_regular(file: Path) -> Iterator[BinaryIO]:
     """Open a regular file to read bytes; symbolic links are followed. Never waits, and opens no device.
 
-    Raises FileNotFoundError, or a CheckpointError where it is a folder, a pipe or the like, or the system refuses, then or inside.
+    Raises FileNotFoundError, or a CheckpointError where it is a folder, a pipe or the like, or the system refuses.
     """
     try:
         _check_regular(file, file.stat().st_mode)
-        with os.fdopen(os.open(file, FLAGS), "rb") as handle:
-            _check_regular(file, os.fstat(handle.fileno()).st_mode)  # it may have been replaced in between
-            yield handle
+        descriptor = os.open(file, FLAGS)
     except (FileNotFoundError, CheckpointError):
         raise
     except (OSError, ValueError) as error:  # ValueError for a name that no file can have
         raise CheckpointError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    with os.fdopen(descriptor, "rb") as handle:
+        _check_regular(file, os.fstat(descriptor).st_mode)  # it may have been replaced in between
+        yield handle
 
 
 def _check_regular(file: Path, mode: int) -> None:
@@ -72,6 +73,8 @@ def read_json(file: Path) -> Any:
             raise CheckpointError(f"{file} has {size:,} bytes, and at most {MAX_JSON_BYTES:,} are read; restore it")
         try:
             return parse_json(handle.read(MAX_JSON_BYTES).decode("utf-8"))
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
         except ValueError as error:
             raise CheckpointError(f"{file} cannot be read as JSON: {error}; copy it again") from error
 
@@ -129,12 +132,14 @@ def open_tensors(file: Path) -> Iterator[TensorFile]:
     try:
         with open_regular(file) as opened:
             size, start = os.fstat(opened.fileno()).st_size, opened.read(8)
-            header = int.from_bytes(start, "little")
-            if MAX_JSON_BYTES < header < size:  # safetensors itself sees a length beyond the file's
-                raise CheckpointError(f"{file} has a header of {header:,} bytes, and at most {MAX_JSON_BYTES:,} are read; restore it")
-            handle = safe_open(file, framework="pt", device="cpu")
+        header = int.from_bytes(start, "little")
+        if MAX_JSON_BYTES < header < size:  # safetensors itself sees a length beyond the file's
+            raise CheckpointError(f"{file} has a header of {header:,} bytes, and at most {MAX_JSON_BYTES:,} are read; restore it")
+        handle = safe_open(file, framework="pt", device="cpu")
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no {file}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
         reason = f"{first_line(error)} ({size} bytes; a file that was cut short or is none of that format looks like this); copy it again"
         if start.startswith(PICKLE_STARTS):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import SurgeryError
+from flysurgery.factors import factors_to_dense
 from flysurgery.inference import is_optimized
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
 from flysurgery.surgery.base import ENTRY_POINT, is_of_timm, is_of_transformers, quantization_entry
@@ -192,16 +193,16 @@ def dense_layer(layer: ButterflyLinear | SplitLinear) -> nn.Module:
 
     Device, mode and ``requires_grad`` stay; the parts of a split layer become one matrix again.
     """
-    like = next(layer.parameters())
-    wide = copy.deepcopy(layer).requires_grad_(False).to(torch.float32 if like.device.type == "mps" else torch.float64)
-    weight, bias = wide.weight.to(like.dtype), wide.bias
-    axes = weight.dim() - 2
+    parts: list[ButterflyLinear | nn.Linear] = list(layer.children()) if isinstance(layer, SplitLinear) else [layer]  # pyright: ignore
+    biases = [part.bias for part in parts if part.bias is not None]
+    axes = layer.axes if isinstance(layer, ButterflyConv) else 0
     kind, kernel = (nn.Linear, ()) if axes == 0 else ((nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1], (1,))
-    new = kind(layer.in_features, layer.out_features, *kernel, bias=bias is not None, device="meta")
-    trained = {name.rpartition(".")[2] == "bias" for name, parameter in layer.named_parameters() if parameter.requires_grad}
-    new.weight = nn.Parameter(weight, requires_grad=False in trained)
-    if bias is not None:
-        new.bias = nn.Parameter(bias.to(like.dtype), requires_grad=True in trained)
+    new = kind(layer.in_features, layer.out_features, *kernel, bias=bool(biases), device="meta")
+    trains = any(parameter.requires_grad for part in parts for name, parameter in part.named_parameters() if name != "bias")
+    new.weight = nn.Parameter(torch.cat([_product(part) for part in parts])[(..., *(None,) * axes)], requires_grad=trains)
+    if biases:
+        rows = [biases[0].new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
+        new.bias = nn.Parameter(torch.cat(rows), requires_grad=any(bias.requires_grad for bias in biases))
     return new.train(layer.training)
 
 
@@ -218,3 +219,11 @@ def _part(part: Part, dense: Dense, weights: Sequence[Tensor]) -> ButterflyLinea
     if dense.bias is not None:
         new.bias = nn.Parameter(dense.bias.detach()[part.start : part.stop].clone(), requires_grad=dense.bias.requires_grad)
     return new
+
+
+def _product(part: ButterflyLinear | nn.Linear) -> Tensor:
+    if isinstance(part, nn.Linear):
+        return part.weight.detach()
+    factors = [factor.detach() for factor in part.factors]
+    wide = torch.float32 if factors[0].device.type == "mps" else torch.float64
+    return factors_to_dense([factor.to(wide) for factor in factors]).to(factors[0].dtype)

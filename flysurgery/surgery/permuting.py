@@ -1,6 +1,5 @@
 """Put features that several layers share in an order that suits all of these layers: hidden units, heads, and entries of heads."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
@@ -95,16 +94,11 @@ class Permuted:
                 found.append(side)
         return found
 
-    @torch.no_grad()
     def _reorder(self, member: Member, order: Tensor) -> None:
-        """Put the rows and bias, or the columns, of a copy into another order."""
-        linear, axis = self._linear(member.fqn), int(member.columns)
-        whole = torch.arange(linear.weight.shape[axis])
+        linear = self._linear(member.fqn)
+        whole = torch.arange(linear.in_features if member.columns else linear.out_features)
         whole[member.start : member.stop] = member.start + order
-        new = self.linears[member.fqn] = copy.deepcopy(linear)
-        new.weight.copy_(linear.weight.index_select(axis, whole.to(linear.weight.device)))
-        if linear.bias is not None and not member.columns:
-            new.bias.copy_(linear.bias[whole])
+        self.linears[member.fqn] = _reordered(linear, whole, columns=member.columns)
         given = self.inputs.get(member.fqn)
         if given is not None and member.columns:
             self.inputs[member.fqn] = Inputs(given.fit.permuted(whole), given.held_out.permuted(whole))
@@ -130,6 +124,19 @@ def _apart(waiting: Mapping[int, Shared]) -> dict[int, Shared]:
             apart[number] = shared
         taken.update(shared.linears)
     return apart
+
+
+def _reordered(linear: nn.Linear, order: Tensor, *, columns: bool) -> nn.Linear:
+    """A copy with its rows and bias, or its columns, in another order."""
+    new = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    for name, parameter in linear.named_parameters():
+        value = parameter.detach()
+        if not columns:
+            value = value[order.to(value.device)]
+        elif name == "weight":
+            value = value[:, order.to(value.device)]
+        setattr(new, name, nn.Parameter(value.clone(), requires_grad=parameter.requires_grad))
+    return new.train(linear.training)
 
 
 def _architectures(layer: LayerPlan, member: Member) -> tuple[tuple[slice, Architecture], ...] | None:

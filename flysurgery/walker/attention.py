@@ -170,6 +170,7 @@ def separating(model: nn.Module) -> Callable[[nn.Module], None]:
         names = separated(model).keys()
         for fqn, new in separated(double).items():
             if fqn in names:
-                double.set_submodule(fqn, new)
+                parent, _, name = fqn.rpartition(".")
+                double.get_submodule(parent)._modules[name] = new
 
     return separate

@@ -21,6 +21,7 @@ from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
 from flysurgery.patterns import monarch
 from flysurgery.projection import project
 from flysurgery.surgery import ExampleInput, Plan, Report, apply, densify, install, plan, plan_of
+from flysurgery.surgery.change import dense_layer
 from flysurgery.walker import Switch
 from tests.support.composed import Composed
 from tests.support.models import unchanged
@@ -116,6 +117,14 @@ def test_densified_weights_are_the_products_rounded_once_and_the_plan_stays_unti
         assert ((linear.weight.double() - exact).abs() <= 1.001 * rounding * exact.abs() + 1e-15).all()
         assert torch.equal(linear.bias, torch.cat([part.bias for part in parts]))
     assert all(row.relative_error < 1e-6 for row in apply(vit_plan, vit).replaced)
+
+
+def test_a_dense_layer_has_the_dtypes_of_the_factors_and_the_bias_and_nothing_else_of_the_layer() -> None:
+    layer = ButterflyLinear(monarch(32, 48))
+    layer.bias = nn.Parameter(torch.ones(32, dtype=torch.bfloat16))
+    layer.last = layer.weight * 2  # which no copy can hold
+    linear = dense_layer(layer)
+    assert linear.weight.dtype == torch.float32 and linear.bias.dtype == torch.bfloat16
 
 
 def test_a_shared_module_is_replaced_under_all_its_names_and_stays_shared(vit: nn.Module) -> None:
