@@ -45,5 +45,5 @@ def pyplot() -> Any:
 def save(figure: Any, path: Path) -> None:
     """Write a figure, and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+    figure.savefig(path, dpi=100, bbox_inches="tight")
     pyplot().close(figure)
