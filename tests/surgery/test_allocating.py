@@ -113,6 +113,20 @@ def test_options_keep_to_their_bound_and_are_near_the_best_of_all_and_no_worse_t
             assert cost <= limit and min(within) - 1e-12 <= error <= min(rivals, default=max(within)) + 1e-12
 
 
+NEEDED: list[tuple[list[list[tuple[str, int, int]]], int, str]] = [
+    ([[("a", 5, 6), ("b", 5, 8), ("c", 7, 4)], [("a", 8, 4), ("b", 4, 7), ("c", 5, 8)]], 14, "aa"),  # one name for all
+    ([[("a", 3, 9), ("b", 1, 9), ("c", 9, 3)], [("a", 8, 2), ("b", 8, 5), ("c", 4, 5)]], 9, "ba"),  # single changes
+    ([[("a", 8, 3), ("b", 4, 8)], [("a", 9, 1), ("b", 1, 8), ("c", 5, 3)], [("a", 8, 5), ("b", 3, 5)]], 19, "acb"),  # the dearest start
+]
+"""Units with the names, costs and errors of their options, limits, and choices that are not found without one part of the search."""
+
+
+@pytest.mark.parametrize(("units", "limit", "best"), NEEDED)
+def test_each_part_of_the_search_is_needed(units: list[list[tuple[str, int, int]]], limit: int, best: str) -> None:
+    picks = least_error([[Option(name, cost, (), error) for name, cost, error in unit] for unit in units], limit)
+    assert picks is not None and "".join(pick.name for pick in picks) == best
+
+
 def test_a_fidelity_gets_as_few_weights_as_reach_it(vit: nn.Module, many: Tensor) -> None:
     sizes = []
     for goal in (0.9, 0.97):
