@@ -234,7 +234,7 @@ def reconstruct(
     ):
         held_out = list(samples.held_out())
         processes.share([parameter for parameter in student.parameters() if parameter.is_floating_point()])
-        if on_cuda:
+        if on_cuda and held_out:
             _compile(student, held_out[0], settings.batch)
 
         def judged() -> Fidelity:

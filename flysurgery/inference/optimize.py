@@ -247,19 +247,18 @@ def _decide(
     Of equal groups one is measured. Kernels that this needs are compiled before, side by side.
     """
     equal: dict[object, list[Candidate]] = {}
-    cases: list[_Case] = []
     with torch.no_grad(), ops.compiling() if device.type == "cuda" else nullcontext():
         for replacement in built.replacements:
             for candidate in _able(replacement, dtype, device):
                 if chosen is not None and (candidate.fqn, candidate.group) not in chosen:
                     candidate.leave(Reason("not-chosen", "it is not among the groups that were asked for"))
                 equal.setdefault((candidate.group, candidate.step.likeness(), candidate.shapes), []).append(candidate)
-        if chosen is None and device.type != "meta":
-            cases += [_Case.of(first, dtype, device, images) for first, *_ in equal.values()]
+        measured = [] if chosen is not None or device.type == "meta" else [*equal.values()]
+        cases = [_Case.of(members[0], dtype, device, images) for members in measured]
         for case in cases if device.type == "cuda" else ():
             for way in case.ways:
                 way(*case.inputs())
-    for members, case in zip(equal.values(), cases, strict=False):
+    for members, case in zip(measured, cases, strict=True):
         with torch.no_grad():
             plain_ms, fused_ms = clock.medians_ms(case.ways, case.inputs(), most_copies=case.most_copies)
         for each in members:

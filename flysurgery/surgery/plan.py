@@ -111,8 +111,8 @@ class LayerPlan:
 
     @property
     def weights_after(self) -> int:
-        dense = (self.out_features - sum(part.stop - part.start for part in self.parts if part.architecture)) * self.in_features
-        return dense + sum(part.architecture.num_parameters for part in self.parts if part.architecture)
+        dense = (self.out_features - sum(part.stop - part.start for part in self.parts if part.architecture is not None)) * self.in_features
+        return dense + sum(part.architecture.num_parameters for part in self.parts if part.architecture is not None)
 
     @property
     def params_before(self) -> int:
