@@ -7,12 +7,10 @@ The tables:
 
     table3     parts of a ViT-S/16 at batch 128, in float32 to bfloat16. --batch and --model go further
     table6     its linear layers with and without bias
-    cpu        parts of a ViT-S/16 on two threads of a CPU at batch 16, also beside int8 (dynamic quantization, float32 only). Nothing
-               else may run meanwhile
+    cpu        parts of a ViT-S/16 on two threads of a CPU at batch 16, also beside int8 (dynamic quantization, float32 only)
     table5     what part of a dense model's time the linears of its feed-forward networks take, one after the other with nothing between
                them. More than this a faster feed-forward linear cannot win
-    optimized  models as flysurgery.optimize makes them, beside dense, compiled and converted ones. "dense optimized" is what fusion gives
-               without any structure
+    optimized  models as flysurgery.optimize makes them, beside dense, compiled and converted ones; "dense optimized" is fused alone
     headline   the main ones of these: ViT-S/16 with 128 images and with one, and ViT-B/16, in fp16
     training   a training step (forward, backward, fused AdamW, bfloat16 autocast), called from Python one by one, also through
                torch.compile, and ten in a row, and as a CUDA graph. Errors are those of a gradient
