@@ -7,6 +7,7 @@ import io
 import json
 import re
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Mapping
@@ -25,17 +26,21 @@ _INCLUDE = re.compile(r'^\s*#include "(.+)"', re.MULTILINE)
 _KEY_SCHEMA = 2
 _SLOW_SECONDS = 2.0
 _MAX_BYTES = 256 << 20
+_importing = threading.Lock()
 
 
 @functools.cache
 def cuda_module(name: str) -> Any:
     """``cuda.<name>``, imported on first use: ``core``, ``core.utils``, ``bindings.driver`` or ``bindings.nvrtc``.
 
+    One thread imports at a time: cuda-core replaces its own ``__spec__`` while it is imported, so Python gives other threads half of it.
+
     Raises:
         BackendError: it is not installed.
     """
     try:
-        return importlib.import_module(f"cuda.{name}")
+        with _importing:
+            return importlib.import_module(f"cuda.{name}")
     except ImportError as error:
         raise BackendError(f"the Python package cuda-core is missing or broken ({error}); install cuda-core") from error
 

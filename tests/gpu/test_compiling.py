@@ -1,6 +1,8 @@
 """Kernels that are compiled side by side: launches wait for none of them, and nothing of what they leave is used."""
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -18,6 +20,19 @@ from tests.support.problems import make_input
 from tests.support.tolerance import FP32
 
 GRID = (1, 1, 1)
+IMPORTING = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from flysurgery.gpu.compile import cuda_module
+
+def device_class(number):
+    time.sleep(0.01 * number)
+    return cuda_module("core").Device
+
+with ThreadPoolExecutor(40) as pool:
+    assert len(set(pool.map(device_class, range(40)))) == 1
+print("complete")
+"""
 
 
 def test_kernels_are_loaded_beside_each_other_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +49,11 @@ def test_kernels_are_loaded_beside_each_other_and_none_twice(monkeypatch: pytest
         for kernel in kernels * 3:
             kernel.launch(GRID, GRID, 0, 0)
     assert sorted(loaded) == ["left", "right"]
+
+
+def test_threads_that_import_cuda_core_at_different_times_get_all_of_it() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "complete\n", done.stderr
 
 
 def test_a_kernel_that_does_not_compile_raises_at_the_end_and_at_its_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
