@@ -92,9 +92,9 @@ class Samples:
         """The samples to fit with, in batches of at most ``BATCH``, but ``LEAST_BATCHES`` of them where there are enough."""
         return self._batches(self.fit_positions())
 
-    def held_out(self) -> Iterator[Tensor]:
-        """The held-out samples, in batches."""
-        return self._batches(self._held_out_positions())
+    def held_out(self, batch: int | None = None) -> Iterator[Tensor]:
+        """The held-out samples, in batches of this size, or else as ``fit`` gives them."""
+        return self._batches(self._held_out_positions(), batch)
 
     def without_held_out(self) -> "Samples":
         """The samples to fit with, as samples that are split again."""
@@ -116,8 +116,8 @@ class Samples:
     def _held_out_positions(self) -> range:
         return range(max(min(HELD_OUT_EVERY, len(self)) - 1, 0), len(self), HELD_OUT_EVERY)
 
-    def _batches(self, positions: Sequence[int]) -> Iterator[Tensor]:
-        size = max(1, min(BATCH, len(positions) // LEAST_BATCHES))
+    def _batches(self, positions: Sequence[int], size: int | None = None) -> Iterator[Tensor]:
+        size = size or max(1, min(BATCH, len(positions) // LEAST_BATCHES))
         return (self.inputs[part] for part in torch.tensor(positions, dtype=torch.int64).split(size))
 
 

@@ -15,6 +15,7 @@ from flysurgery.errors import DataError
 from flysurgery.fidelity.stream import Stream
 from flysurgery.walker import Cut
 
+ZERO = torch.zeros((), dtype=torch.float64)  # to which tensors of any device can be added
 ENOUGH = 0.9  # a cosine below this means that the model needs a further fit
 
 
@@ -57,7 +58,8 @@ class Fidelity:
 def measure_fidelity(student: nn.Module, teacher: nn.Module, batches: Iterable[Tensor], cuts: Sequence[Cut]) -> Fidelity:
     """Run both models over ``batches``, in eval mode, and compare their outputs. Both stay as they are.
 
-    ``cuts`` are those of ``find_cuts``; without any, only the outputs are compared. Only sums are kept in memory.
+    ``cuts`` are those of ``find_cuts``; without any, only the outputs are compared. Only sums are kept in memory, on the models' device,
+    and read at the end.
 
     Raises:
         DataError: there are no samples, a model fails on a batch or gives no tensor, or the outputs differ in shape.
@@ -65,34 +67,37 @@ def measure_fidelity(student: nn.Module, teacher: nn.Module, batches: Iterable[T
     used = [cut for cut in cuts if cut.kind in ("block", "tokens")]
     prefix = int(getattr(student, "num_prefix_tokens", 0) or 0)
     places = [_Errors() for _ in used or ("the output",)]
+    device = next(teacher.parameters()).device
+    cosines = token_cosines = same = ZERO
     samples, token_rows, is_flat = 0, 0, False
-    cosines = token_cosines = same = 0.0
     with unchanged_state(student), unchanged_state(teacher), Stream(student, used) as mine, Stream(teacher, used) as theirs:
         for batch in batches:
+            batch = batch.to(device)
             wanted, given = (first_tensor(run(model, batch)).float() for model in (teacher, student))
             if wanted.shape != given.shape:
                 raise DataError(f"the models give outputs of shapes {tuple(given.shape)} and {tuple(wanted.shape)}; they must be the same")
             samples += len(given)
-            cosines += float(_cosine(given.flatten(1), wanted.flatten(1)).sum())
+            cosines = cosines + _cosine(given.flatten(1), wanted.flatten(1)).sum()
             is_flat = given.ndim == 2
-            same += float((given.argmax(1) == wanted.argmax(1)).sum()) if is_flat else 0.0
+            if is_flat:
+                same = same + (given.argmax(1) == wanted.argmax(1)).sum()
             for number, errors in enumerate(places):
                 if used:
                     given, wanted = mine.values[number].float(), theirs.values[number].float()
                 errors.add(given, wanted)
             if used:
                 given, wanted = (each[:, prefix:] if each.ndim == 3 else each for each in (given, wanted))
-                token_cosines += float(_cosine(given, wanted).sum())
+                token_cosines = token_cosines + _cosine(given, wanted).sum()
                 token_rows += given[..., 0].numel()
     if not samples:
         raise DataError("the data to measure the fidelity with hold no samples")
     classes = getattr(teacher, "num_classes", None)
     return Fidelity(
         samples=samples,
-        output_cosine=cosines / samples,
-        token_cosine=token_cosines / token_rows if token_rows else None,
+        output_cosine=float(cosines) / samples,
+        token_cosine=float(token_cosines) / token_rows if token_rows else None,
         relative_error=places[-1].to_size(),
-        agreement=same / samples if is_flat and (classes is None or classes > 0) else None,
+        agreement=float(same) / samples if is_flat and (classes is None or classes > 0) else None,
         blocks=tuple((cut.fqn, errors.to_spread()) for cut, errors in zip(used, places, strict=False) if cut.kind == "block"),
     )
 
@@ -109,25 +114,27 @@ class _Errors:
     """Sums of the error at one place, and of the teacher's rows there; nothing else of a batch is kept."""
 
     def __init__(self) -> None:
-        self._error = self._size = 0.0
-        self._total, self._rows = torch.zeros((), dtype=torch.float64), 0
+        self._error = self._size = self._total = ZERO
+        self._rows = 0
 
     def add(self, given: Tensor, wanted: Tensor) -> None:
         rows = wanted.flatten(0, -2)
-        self._error += float((given - wanted).square().sum())
-        self._size += float(rows.square().sum(dtype=torch.float64))
+        self._error = self._error + (given - wanted).square().sum()
+        self._size = self._size + rows.square().sum(dtype=torch.float64)
         self._total = self._total + rows.sum(0, dtype=torch.float64)
         self._rows += len(rows)
 
     def to_size(self) -> float:
         """The error relative to the size of the rows."""
-        return (self._error / self._size) ** 0.5 if self._size else 0.0
+        error, size = float(self._error), float(self._size)
+        return (error / size) ** 0.5 if size else 0.0
 
     def to_spread(self) -> float:
         """The error relative to how the rows differ from their mean, or to their size where all are equal."""
-        spread = self._size - float(self._total.square().sum()) / max(1, self._rows)
-        against = spread if spread > 1e-9 * self._size else self._size
-        return (self._error / against) ** 0.5 if against else float(self._error > 0)
+        error, size = float(self._error), float(self._size)
+        spread = size - float(self._total.square().sum()) / max(1, self._rows)
+        against = spread if spread > 1e-9 * size else size
+        return (error / against) ** 0.5 if against else float(error > 0)
 
 
 def _cosine(x: Tensor, y: Tensor) -> Tensor:

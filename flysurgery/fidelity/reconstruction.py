@@ -30,7 +30,7 @@ Progress = Callable[[int, int, str], None]
 """Called after each step with the number done, the number of all, and a short text: a layer's name, or the error."""
 
 RISING = 0.05  # share of the updates in which the rate grows
-LOOKS = 8  # how often held-out samples judge a run
+LOOKS, LOOKED = 8, 0.25  # how often held-out samples judge a run, and the largest share of the time left that this may take
 APART = 1_000_003  # the distance between the seeds of two processes, larger than that between seeds of users
 SLACK = 0.1  # the share of the budget by which a run may be late; beyond it the schedule follows the clock
 
@@ -197,8 +197,8 @@ def reconstruct(
     """Fit the parameters of ``student``, in place, so that every block gives the output of the dense model's block.
 
     All parameters that require gradients and lie behind the first cut of kind "start" are trained: factors, biases, norms, scales and dense
-    layers. Held-out samples judge the model ``LOOKS`` times. The state with the lowest relative error is kept, of those whose cosines are
-    not below the start's lowest one; it may be the start. After an error or an interruption the student is as it was. Takes
+    layers. Held-out samples judge the model at most ``LOOKS`` times. The state with the lowest relative error is kept, of those whose
+    cosines are not below the start's lowest one; it may be the start. After an error or an interruption the student is as it was. Takes
     ``settings.minutes``. Needs memory for four more copies of the parameters, on CUDA also for both models in bfloat16, one forward with
     its activations, and the pictures; these stay where they are if the device has no room. Runs on CUDA of a minute or more use fused
     modules where these are faster.
@@ -232,7 +232,7 @@ def reconstruct(
         unchanged_state(student),
         unchanged_state(teacher),
     ):
-        held_out = list(samples.held_out())
+        held_out = list(samples.held_out(settings.batch))
         processes.share([parameter for parameter in student.parameters() if parameter.is_floating_point()])
         if on_cuda and held_out:
             _compile(student, held_out[0], settings.batch)
@@ -240,7 +240,9 @@ def reconstruct(
         def judged() -> Fidelity:
             return processes.agreed(measure_fidelity(student, teacher, held_out, cuts))
 
+        begun = perf_counter()
         before = after = judged()
+        look = processes.agreed(perf_counter() - begun)
         if not math.isfinite(before.relative_error):
             raise DataError(f"{samples.name}: the model's outputs are no finite numbers, so there is nothing to fit to")
         start, best = Copied(student), Copied(student)
@@ -251,10 +253,11 @@ def reconstruct(
             torch.manual_seed(settings.seed + APART * processes.rank)
             rate, until = rate_for(before.relative_error, settings.rate), started + settings.fusing_seconds
             with updating(student, teacher, source, cuts, rate, processes, until) as update:
-                left = 60 * settings.minutes - (perf_counter() - started)
-                updates = affordable(update, left, processes.agreed)
+                left = processes.agreed(60 * settings.minutes - (perf_counter() - started))
+                count = max(1, min(LOOKS, int(LOOKED * left / look)))
+                updates = affordable(update, left - count * look, processes.agreed)
                 source.expect(updates * settings.batch * processes.count)
-                looks = moments(updates, LOOKS)
+                looks = moments(updates, count)
                 for done in range(1, updates + 1):
                     # a machine that becomes slower still ends in time
                     spent = processes.agreed((perf_counter() - started) / (60 * settings.minutes))
