@@ -21,7 +21,6 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu.compile import cuda_module, find_cubin
 from flysurgery.gpu.device import make_context_current
 from flysurgery.gpu.modes import macros
-from flysurgery.gpu.recording import current_recording
 from flysurgery.gpu.tensor_map import Boxes
 
 Argument = Tensor | Boxes | int | None
@@ -74,9 +73,8 @@ class Kernel:
             BackendError: the arguments are not as many as the kernel's parameters, the driver refuses the launch, or what ``load`` raises.
         """
         sizes = (*grid, *block, shared_bytes)
-        recording = current_recording()
-        if recording is not None:
-            recording.launch(self, sizes, arguments, early)
+        if THREAD.recording is not None:
+            THREAD.recording.launch(self, sizes, arguments, early)
         words = list[int]()
         for argument in arguments:
             if argument is None or isinstance(argument, int):
@@ -87,8 +85,8 @@ class Kernel:
                 words += argument.words(argument.at.data_ptr())
         series = self._launches.get((sizes, early))
         if series is None:
-            if _thread.asked is not None and self.function is None:
-                _thread.asked.load(self)
+            if THREAD.asked is not None and self.function is None:
+                THREAD.asked.load(self)
                 return
             series = self._launches[sizes, early] = Series([(self, sizes, early)])
         if len(words) != series.count:
@@ -237,9 +235,11 @@ class _Asked:
 
 class _OfThread(threading.local):
     asked: _Asked | None = None
+    recording: Any = None  # a Recording
 
 
-_thread = _OfThread()
+THREAD = _OfThread()
+"""What this thread's launches are part of: a block of ``compiling``, a recording, both or neither."""
 
 
 @contextmanager
@@ -253,26 +253,26 @@ def compiling() -> Iterator[None]:
     Raises:
         BackendError: at the end of the block, if a kernel does not compile, or the driver rejects it.
     """
-    before = _thread.asked
+    before = THREAD.asked
     with (
         ThreadPoolExecutor(min(_MOST_COMPILERS, os.cpu_count() or 1)) as pool,
         torch.autograd.set_multithreading_enabled(False),
         torch.autograd.set_detect_anomaly(False),
     ):
-        asked = _thread.asked = _Asked(pool)
+        asked = THREAD.asked = _Asked(pool)
         try:
             yield
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         finally:
-            _thread.asked = before
+            THREAD.asked = before
         asked.finish()
 
 
 def is_compiling() -> bool:
     """Whether this thread is in a block of ``compiling``."""
-    return _thread.asked is not None
+    return THREAD.asked is not None
 
 
 def current_device() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from flysurgery.gpu.kernel import THREAD
 
 
 class Address(NamedTuple):
@@ -61,11 +62,11 @@ class Recording:
         self._memory: dict[int, tuple[StorageWeakRef, int, int]] = {}  # by storage, whose id stays unique while it is referenced
 
     def __enter__(self) -> Recording:
-        _thread.recording = self
+        THREAD.recording = self
         return self
 
     def __exit__(self, *raised: object) -> None:
-        _thread.recording = None
+        THREAD.recording = None
 
     def make(self, tensor: Tensor) -> None:
         """Record an allocation, which launches fill before anything reads it."""
@@ -100,34 +101,22 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class _OfThread(threading.local):
-    recording: Recording | None = None
-
-
-_thread = _OfThread()
-
-
-def current_recording() -> Recording | None:
-    """The recording that is active in this thread."""
-    return _thread.recording
-
-
 def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """``torch.empty`` for launches to fill."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
-    if _thread.recording is not None:
-        _thread.recording.make(tensor)
+    if THREAD.recording is not None:
+        THREAD.recording.make(tensor)
     return tensor
 
 
 def rely_on(constants: Sequence[Tensor], sources: Sequence[Tensor] = ()) -> None:
     """Record tensors whose addresses stay the same as long as their source parameters do not change."""
-    if _thread.recording is not None:
-        _thread.recording.constants += constants
-        _thread.recording.sources += sources
+    if THREAD.recording is not None:
+        THREAD.recording.constants += constants
+        THREAD.recording.sources += sources
 
 
 def mark_changed() -> None:
     """Record that the call computed tensors which later calls reuse."""
-    if _thread.recording is not None:
-        _thread.recording.changed = True
+    if THREAD.recording is not None:
+        THREAD.recording.changed = True

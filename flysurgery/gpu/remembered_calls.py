@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from flysurgery.gpu.kernel import Series, current_device, current_stream
-from flysurgery.gpu.recording import Address, Recording, current_recording
+from flysurgery.gpu.kernel import THREAD, Series, current_device, current_stream
+from flysurgery.gpu.recording import Address, Recording
 from flysurgery.gpu.tensor_map import WORDS, Boxes
 from flysurgery.gpu.uncounted_writes import Trust
 from flysurgery.torch_state import is_tracing, tf32_allowed
@@ -72,7 +72,7 @@ def _repeatable(operands: tuple[Tensor, ...]) -> bool:
     return (
         not is_tracing(*operands)
         and _on_current_device(operands[0])
-        and current_recording() is None
+        and THREAD.recording is None
         and not torch._C._is_any_autocast_enabled()
         and not torch.cuda.is_current_stream_capturing()
     )
