@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flysurgery.errors import PatternError
 from flysurgery.factors import factors_to_dense
-from flysurgery.ops import Repeating, forget_moved, ks_linear, ks_linear_group
+from flysurgery.ops import forget_moved, ks_linear, ks_linear_group
 from flysurgery.patterns import Architecture
 from flysurgery.projection import draw
 
@@ -20,29 +20,7 @@ torch.fx.wrap("ks_linear")  # torch.fx records one call and does not look inside
 torch.fx.wrap("ks_linear_group")
 
 
-class _Replaying(nn.Module):
-    """A module that multiplies by ``_multiply``, and replays the launches of earlier calls where no gradient is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls = Repeating()
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def _call(self, x: Tensor, backend: str | None) -> Tensor:
-        """``_multiply(x)``; a named backend is asked at each call."""
-        if backend is not None or torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor):
-            return self._multiply(x)
-        return self._calls(self._multiply, self.modules, x)
-
-    def _replicate_for_data_parallel(self) -> "_Replaying":
-        replica = super()._replicate_for_data_parallel()
-        replica._calls = Repeating()  # as its parameters are its own
-        return replica
-
-
-class ButterflyLinear(_Replaying):
+class ButterflyLinear(nn.Module):
     """``y = x (K_1 K_2 ... K_L)^T + bias``; replaces an ``nn.Linear``.
 
     ``factors`` holds one parameter of shape (a, b, c, d) for each pattern of ``architecture``, left to right; a row x
@@ -83,9 +61,6 @@ class ButterflyLinear(_Replaying):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._call(x, self.backend)
-
-    def _multiply(self, x: Tensor) -> Tensor:
         factors, bias = self.own_parameters()
         return ks_linear(x, factors, bias, backend=self.backend)
 
@@ -145,7 +120,7 @@ class ButterflyConv(ButterflyLinear):
         return f"{super().extra_repr()}, axes={self.axes}"
 
 
-class SplitLinear(_Replaying):
+class SplitLinear(nn.Module):
     """Linear layers side by side, such as q, k and v of a fused projection: each gets the same x, and the outputs are joined.
 
     The parts become children under their names, in order, so the parameters of part "q" are called ``q.factors.0`` or
@@ -176,14 +151,10 @@ class SplitLinear(_Replaying):
     def forward(self, x: Tensor) -> Tensor:
         parts = [*self._modules.values()]
         plain = [part for part in parts if type(part) is ButterflyLinear and not _hooked(part)]
-        if len(plain) < len(parts) or len({part.backend for part in plain}) > 1:
-            return torch.cat([part(x) for part in parts], dim=-1)  # pyright: ignore[reportOptionalCall] - None is no part
-        return self._call(x, plain[0].backend)
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        parts: list[Any] = [*self._modules.values()]
-        factors, biases = zip(*[part.own_parameters() for part in parts], strict=True)
-        return ks_linear_group(x, factors, biases, backend=parts[0].backend)
+        if len(plain) == len(parts) and len({part.backend for part in plain}) == 1:
+            factors, biases = zip(*[part.own_parameters() for part in plain], strict=True)
+            return ks_linear_group(x, factors, biases, backend=plain[0].backend)
+        return torch.cat([part(x) for part in parts], dim=-1)  # pyright: ignore[reportOptionalCall] - None is no part
 
     @property
     def weight(self) -> Tensor:  # shape: (out_features, in_features)

@@ -15,7 +15,7 @@ from flysurgery.errors import DataError
 from flysurgery.fidelity.stream import Stream
 from flysurgery.walker import Cut
 
-ZERO = torch.zeros((), dtype=torch.float64)  # to which tensors of any device can be added
+ZERO = torch.zeros((), dtype=torch.float64, device="cpu")  # to which tensors of any device can be added
 ENOUGH = 0.9  # a cosine below this means that the model needs a further fit
 
 

@@ -155,7 +155,7 @@ def test_on_cuda_the_model_gives_what_was_measured_and_fused_modules_fit_it_as_i
     for minutes in (0.9 * FUSED_FROM_MINUTES, 60):
         student, teacher, cuts = copy.deepcopy(given)
         student, teacher = student.cuda(), teacher.cuda()
-        first = measure_fidelity(student, teacher, samples.held_out(), cuts)
+        first = measure_fidelity(student, teacher, samples.held_out(32), cuts)
         done = reconstruct(student, teacher, samples, cuts, replace(SHORT, minutes=minutes, batch=32))
         assert not is_optimized(student) and not is_optimized(teacher)
         errors.append(done.after.relative_error)

@@ -3,9 +3,7 @@
 import copy
 import io
 import math
-import sys
 from collections.abc import Callable
-from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -15,8 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.layers import ButterflyLinear, SplitLinear
-from flysurgery.ops import forget_derived, ks_linear_group
-from flysurgery.patterns import Architecture, gonon, named
+from flysurgery.patterns import Architecture, named
 from tests.support.problems import ARCHITECTURES, make_input
 from tests.support.tolerance import FP32, OF_DTYPE, Arithmetic, assert_bounded, assert_equal
 
@@ -171,71 +168,3 @@ def test_a_step_is_one_graph_made_once(autocast: bool) -> None:
         found.float().square().mean().backward()
         optimizer.step()
     assert counter.frame_count == 1
-
-
-def on_cuda(split: bool) -> tuple[nn.Module, list[ButterflyLinear]]:
-    parts = [ButterflyLinear(gonon(384, 96), device="cuda").requires_grad_(False) for _ in range(3 if split else 1)]
-    return (SplitLinear(dict(zip("qkv", parts, strict=True))) if split else parts[0]), parts
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("split", [False, True])
-def test_calls_without_gradients_follow_every_change(split: bool) -> None:
-    layer, parts = on_cuda(split)
-    x = torch.randn(5, 7, 96, device="cuda")
-
-    def new_bias() -> None:
-        for part in parts:
-            part.bias = nn.Parameter(torch.randn_like(part.bias), requires_grad=False)  # pyright: ignore
-
-    def unseen() -> None:
-        parts[-1].factors[0].data.mul_(3)
-        forget_derived()
-
-    def check() -> None:
-        for inputs in (x, x[:, ::2], x[:2].half().float(), x.transpose(0, 1)):
-            for _ in range(3):  # one packs weights, one is recorded, one is replayed
-                factors, biases = [[*part.factors] for part in parts], [part.bias for part in parts]
-                assert_equal(layer(inputs), ks_linear_group(inputs, factors, biases, backend=parts[0].backend))
-
-    changes = {
-        "nothing": lambda: None,
-        "a write": lambda: [part.factors[0].mul_(2) for part in parts],
-        "another bias": new_bias,
-        "a write that is not seen": unseen,
-        "other tensors": lambda: [part.load_state_dict(part.state_dict(), assign=True) for part in parts],
-        "moved": lambda: layer.cpu().cuda(),
-        "another backend": lambda: [setattr(part, "backend", "einsum") for part in parts],
-        "none": lambda: [setattr(part, "backend", None) for part in parts],
-    }
-    with torch.no_grad():
-        for name, change in changes.items():
-            change()
-            with torch.inference_mode(name == "nothing"):
-                check()
-        replica = cast(Any, layer)._replicate_for_data_parallel()
-        assert replica._calls is not cast(Any, layer)._calls
-    parts[0].requires_grad_(True)
-    layer(x).sum().backward()
-    assert parts[0].factors[0].grad is not None
-
-
-@pytest.mark.gpu
-def test_a_call_that_replays_its_launch_passes_five_files() -> None:
-    layer, _ = on_cuda(split=False)
-    x, files = torch.randn(7, 96, device="cuda"), set[str]()
-
-    def note(frame: Any, event: str, argument: object) -> None:
-        if event == "call" and "flysurgery" in frame.f_globals.get("__name__", ""):
-            files.add(frame.f_globals["__name__"])
-
-    with torch.no_grad():
-        for _ in range(3):
-            layer(x)
-        sys.setprofile(note)
-        try:
-            layer(x)
-        finally:
-            sys.setprofile(None)
-    names = ("layers", "gpu.remembered_calls", "gpu.uncounted_writes", "gpu.kernel", "torch_state")
-    assert files == {f"flysurgery.{name}" for name in names}
