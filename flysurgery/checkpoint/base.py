@@ -101,7 +101,7 @@ def _timm_factory(base: str) -> Callable[..., nn.Module]:
     if not re.fullmatch(r"\w+", architecture) or not timm.is_model(architecture) or architecture == ENTRY_POINT:
         known = timm.list_models()
         near = [name for name in known if name.startswith(architecture)] or difflib.get_close_matches(architecture[:60], known, cutoff=0.5)
-        hint = f"the nearest names are {', '.join(near[:3])}" if near else "bases are timm names or vit_pytorch:CLASS"
+        hint = f"the nearest names are {', '.join(near[:3])}" if near else "others begin with vit_pytorch:, torchvision: or transformers:"
         raise ModelError(f"timm {timm.__version__} has no model '{architecture}'; {hint}")
     tags = timm.list_models(f"{architecture}.*", include_tags=True)
     if tag and base not in tags:

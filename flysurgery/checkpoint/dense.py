@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, TRANSFORMERS, build_base, check_base, without_tag
 from flysurgery.checkpoint.config import CLAIMS, PROCESSOR, data_config, describe_data, processor_of, read_config
-from flysurgery.checkpoint.files import check_target, new_folder, open_regular, open_tensors, write_json
+from flysurgery.checkpoint.files import check_target, json_text, new_folder, open_regular, open_tensors
 from flysurgery.checkpoint.load import SCHEMA_KEY
 from flysurgery.checkpoint.tensors import difference
 from flysurgery.errors import CheckpointError, ModelError, raised_as
@@ -92,7 +92,7 @@ def save_dense(model: nn.Module, folder: str | Path, base: str, base_args: Mappi
             return
         weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
         save_file(weights, fresh / WEIGHT_FILES[0], metadata={"format": "pt"})
-        write_json(fresh / "config.json", config)
+        (fresh / "config.json").write_text(json_text(config), encoding="utf-8")
 
 
 def _write_by_transformers(model: Any, folder: Path) -> None:
@@ -107,7 +107,7 @@ def _write_by_transformers(model: Any, folder: Path) -> None:
         if shown:
             logging.enable_progress_bar()
     if processor_of(model):
-        write_json(folder / PROCESSOR, processor_of(model))
+        (folder / PROCESSOR).write_text(json_text(processor_of(model)), encoding="utf-8")
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -209,9 +209,9 @@ def _existing_parent(folder: Path) -> Path:
     return next(parent for parent in folder.expanduser().absolute().parents if parent.exists())
 
 
-def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Write ``value``, which holds no NaN, for people to read too."""
-    file.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+def json_text(value: Mapping[str, Any]) -> str:
+    """``value``, which holds no NaN, as text that people read too."""
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 @contextmanager

@@ -67,6 +67,8 @@ def load(
         CheckpointError: there is no checkpoint, or it is damaged, contradicts itself, or is of another schema; one sentence.
         OptionError: a dtype or device that there is not.
     """
+    if not isinstance(folder, str | Path):
+        raise CheckpointError(f"expected the folder of a converted model, got {folder!r}")
     folder = downloaded(folder) if isinstance(folder, str) and folder.startswith(HUB) else Path(folder)
     model = read_model(folder, {}, device=device, dtype=dtype, verify=verify).eval()
     if optimize:

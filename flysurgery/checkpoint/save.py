@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import flysurgery
 from flysurgery.checkpoint.base import TRANSFORMERS, build_shell, without_tag
 from flysurgery.checkpoint.config import PROCESSOR, config_of, processor_of
-from flysurgery.checkpoint.files import check_space, check_target, new_folder, read_json, write_json
+from flysurgery.checkpoint.files import check_space, check_target, json_text, new_folder, read_json
 from flysurgery.checkpoint.load import HUB, SCHEMA, SCHEMA_KEY, is_converted
 from flysurgery.checkpoint.meter import Limits
 from flysurgery.checkpoint.tensors import (
@@ -101,23 +101,25 @@ def save(
             system refuses to write; nothing is left behind then.
         OptionError: a dtype that is none of float16, bfloat16, float32 and float64.
     """
-    if not isinstance(folder, str | Path):
+    if not isinstance(model, nn.Module) or not isinstance(folder, str | Path):
         raise CheckpointError(f"expected a model and then a folder, got {type(model).__name__} and {type(folder).__name__}")
     target = check_folder(folder, force=force)
     storage_dtype = read_dtype(dtype)
     plan, shell = _rebuilt(model)
     tensors = collect({**model.state_dict(), **_changed_buffers(model, shell, storage_dtype)}, storage_dtype)
     check_space(target, sum(tensor.nbytes for tensor in tensors.values()) + SLACK_BYTES)
-    facts = _report_json(plan, report, accuracy)
     floats = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()})
     config = config_of(model, plan)
+    with raised_as(CheckpointError, "the report or the accuracy is not as a folder's report.json has them"):
+        facts = _report_json(plan, report, accuracy)
+        card = model_card(target.name, plan, facts, ", ".join(floats), config)
+        texts = {"config.json": json_text(config), "report.json": json_text(facts), "README.md": card}
+    if processor_of(model):
+        texts[PROCESSOR] = json_text(processor_of(model))
     header = _header(plan, tensors)
     with new_folder(target, force=force) as fresh:
-        write_json(fresh / "config.json", config)
-        write_json(fresh / "report.json", facts)
-        if processor_of(model):
-            write_json(fresh / PROCESSOR, processor_of(model))
-        (fresh / "README.md").write_text(model_card(target.name, plan, facts, ", ".join(floats), config), encoding="utf-8")
+        for name, text in texts.items():
+            (fresh / name).write_text(text, encoding="utf-8")
         save_file(tensors, fresh / "model.safetensors", metadata=header)
 
 
@@ -180,7 +182,11 @@ def read_report(folder: Path, plan: Plan) -> dict[str, Any]:
 
 def _report_json(plan: Plan, report: Report | Mapping[str, Any] | None, accuracy: Mapping[str, Any] | None) -> dict[str, Any]:
     """What ``report.json`` holds: a row for each linear layer, what is known of totals and accuracy, the seed, and the versions."""
-    given = {} if report is None else report if isinstance(report, Mapping) else report.to_json()
+    if isinstance(report, Report) and [row.fqn for row in report.rows] != [layer.fqn for layer in plan.layers]:
+        raise CheckpointError("the report is of another model; give what apply or convert returned for this one")
+    if not isinstance(report, Report | Mapping | None):
+        raise CheckpointError(f"expected the report that apply or convert returned, got {type(report).__name__}")
+    given = report.to_json() if isinstance(report, Report) else report or {}
     facts: dict[str, Any] = {"rows": as_json([Row.of(layer) for layer in plan.layers])} | dict(given)
     if accuracy is not None:
         facts["accuracy"] = dict(accuracy)

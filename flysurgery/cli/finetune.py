@@ -91,7 +91,7 @@ def finetune(
     seed: options.Seed = 0,
     as_json: options.Json = False,
 ) -> None:
-    """Train a converted model, with or without a teacher; one command for a CPU, a GPU, and accelerate launch -m flysurgery.cli."""
+    """Train a converted model, with or without a teacher; one command for a CPU, a GPU, and accelerate launch -m flysurgery."""
     from flysurgery import checkpoint as storage
     from flysurgery import surgery
     from flysurgery.cli.source import ConvertedFolder, find_pair

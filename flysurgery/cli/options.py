@@ -64,10 +64,10 @@ ModelArgs = Annotated[
 Base = Annotated[str | None, option(MODEL, "--base", "The model that a checkpoint file given as MODEL belongs to.", "NAME")]
 Checkpoint = Annotated[Path | None, option(MODEL, "--checkpoint", "Take the weights from this safetensors or torch file.", "FILE")]
 Pretrained = Annotated[bool, option(MODEL, "--pretrained/--no-pretrained", "Published weights, the default, or random ones.")]
-Seed = Annotated[int, option(MODEL, "--seed", "Seed of random weights and factors.", "N", 0, (1 << 32) - 1)]
+Seed = Annotated[int, option(MODEL, "--seed", "Seed of random weights, factors and views.", "N", 0, (1 << 32) - 1)]
 
 # Which layers are replaced.
-ROLES_HELP = "Roles to replace, out of qkv, attn_out, ffn, ffn_in, ffn_out; by default ffn and qkv, as far as the model has them."
+ROLES_HELP = "Roles to replace, out of qkv, attn_out, ffn, ffn_in, ffn_out, head, other; by default ffn and qkv, as far as there are any."
 Roles = Annotated[str | None, option(LAYERS, "--roles", ROLES_HELP, "NAMES")]
 Include = Annotated[list[str] | None, option(LAYERS, "--include", "Only layers whose name matches; repeatable.", "REGEX")]
 Exclude = Annotated[list[str] | None, option(LAYERS, "--exclude", "No layer whose name matches; repeatable.", "REGEX")]
@@ -123,7 +123,7 @@ BatchSize = Annotated[int, option(MEASUREMENT, "--batch-size", "Images a step of
 Out = Annotated[Path | None, option(OUTPUT, "--out", "Output folder; by default checkpoints/<model>.<arch>.", "DIR")]
 Force = Annotated[bool, option(OUTPUT, "--force", "Replace the output folder where it exists.")]
 StorageDtype = Annotated[StorageType | None, option(OUTPUT, "--dtype", "Save the weights in float16, bfloat16 or float32.", "DTYPE")]
-OPTIMIZE_HELP = "Fuse groups of layers for inference where kernels are faster; of convert, for the times of --measure."
+OPTIMIZE_HELP = "Fuse groups of layers for inference where kernels are faster; convert does so to take the times of --measure."
 Optimize = Annotated[bool, option(OUTPUT, "--optimize", OPTIMIZE_HELP)]
 DryRun = Annotated[bool, option(OUTPUT, "--dry-run", "Print the plan and change nothing; needs no weights, unless there is a budget.")]
 Json = Annotated[bool, option(OUTPUT, "--json", "Print one JSON document on stdout, and nothing else.")]

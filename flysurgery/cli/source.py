@@ -310,4 +310,4 @@ def _within_reach(hub_id: str, files: Sequence[str]) -> bool:
 
 
 def _instead(reason: str) -> str:
-    return f"{reason}; give a folder that holds them, a file with --checkpoint FILE, or convert random ones with --no-pretrained"
+    return f"{reason}; give a folder that holds them, a file with --checkpoint FILE, or, except for a teacher, --no-pretrained"

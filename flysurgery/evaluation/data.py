@@ -115,7 +115,7 @@ def load_data(name: str | Path, model: nn.Module) -> ImageData:
     wanted, classes = preparation(model), classes_of(model)
     if str(name) in MADE:
         dataset = made(str(name), "held-out", model, wanted)
-    elif Path(name).is_dir():
+    elif str(name) and Path(name).is_dir():
         dataset = labelled_pictures(Path(name), wanted.channels, wanted.transform())
     else:
         raise DataError(
@@ -178,7 +178,7 @@ def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None 
         dataset = made(str(name), "train", model, wanted)
         found = torch.stack([dataset[index][0] for index in _order(len(dataset), count)[:count]])
         return samples_of(Samples(found, str(name)), count=samples, shape=wanted.shape)
-    if not folder.is_dir():
+    if not str(name) or not folder.is_dir():
         raise DataError(f"there is no data set '{name}': expected 'digits', 'fractals' or a folder of images")
     transform, paths = wanted.transform(), image_files(folder)
     inputs, kept, skipped = list[Tensor](), list[Tensor](), list[str]()

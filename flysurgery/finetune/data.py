@@ -67,7 +67,7 @@ def training_data(
     how: dict[str, Any] = {"crop": PHOTO_CROP, "flip": 0.5, "jitter": 0.4, "in_memory": False}
     if str(name) == "digits":
         dataset, how = _digit_pictures(wanted.channels), {"crop": DIGIT_CROP, "flip": 0.0, "jitter": 0.0, "in_memory": True}
-    elif not folder.is_dir():
+    elif not str(name) or not folder.is_dir():
         dataset = _named_pictures(str(name), root, "train", wanted.channels)
     elif is_labelled(folder, model) or (_class_folders(folder) and not teacher):
         dataset = reading.labelled_pictures(_training_part(folder), wanted.channels, skips=True)
@@ -108,7 +108,7 @@ def judging_data(name: str | Path, model: nn.Module, *, root: Path | None = None
     if str(name) == "digits" and classes == 0:
         dataset = reading.made("digits", "held-out", model, wanted)
         return ImageData("digits", dataset, len(dataset), 0)
-    if str(name) not in reading.MADE and not folder.is_dir():
+    if str(name) not in reading.MADE and (not str(name) or not folder.is_dir()):
         named = _named_pictures(str(name), root, "validation", wanted.channels)
         named.transform = wanted.transform()
         return ImageData(f"{name} validation", named, len(named), 0 if classes == 0 else _classes_in(named) or classes or 0)

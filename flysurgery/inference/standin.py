@@ -278,6 +278,8 @@ def restore(model: nn.Module) -> int:
 
     Returns the number of these modules and of those on which a method was set; 0 for a model that is not optimized.
     """
+    if not isinstance(model, nn.Module):
+        raise InferenceError(f"expected a torch.nn.Module to restore, got {type(model).__name__}")
     replaced = [(parent, name, child) for parent, name, child in _children(model) if isinstance(child, StandIn)]
     for parent, name, child in replaced:
         parent._modules[name] = child.original

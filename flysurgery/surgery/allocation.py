@@ -96,7 +96,7 @@ def prepare(
     check_calibration(calibrate, samples=samples)
     check_budget(budget, measured=times is not None, named=())
     dense = check_plan(plan, model)
-    check_weights(dense)
+    check_weights(dense, model)
     if times is not None and not any(group.faster for group in times):
         raise PlanError(f"nothing would be replaced: {_nearest(times)}")
     units = [unit for layer in plan.replaced for unit in _units(layer)] if times is None else _timed_units(plan, times)

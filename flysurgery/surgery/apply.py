@@ -74,7 +74,7 @@ def apply(
     check_seed(seed)
     started = perf_counter()
     dense = check_plan(plan, model)
-    check_weights(dense)
+    check_weights(dense, model)
     params_before = _count(model)
     calibration, permutations, fidelity, reconstruction = None, (), None, None
     taken = None if calibrate is None else samples_of(calibrate, count=samples, shape=sample_shape(plan))
@@ -220,12 +220,12 @@ def check_plan(plan: Plan, model: nn.Module) -> dict[str, change.Dense]:
     return found
 
 
-def check_weights(layers: Mapping[str, change.Dense]) -> None:
-    """See that every weight to project is there and finite.
+def check_weights(layers: Mapping[str, change.Dense], model: nn.Module) -> None:
+    """See that every weight to project is there and finite, and that no other parameter has NaN or infinite entries.
 
     Raises:
         SurgeryError: weights on the meta device.
-        ProjectionError: NaN or infinite entries; the message names the layer.
+        ProjectionError: NaN or infinite entries; the message names the layer or the parameter.
     """
     for fqn, module in layers.items():
         for name, parameter in module.named_parameters(recurse=False):
@@ -233,6 +233,9 @@ def check_weights(layers: Mapping[str, change.Dense]) -> None:
                 raise SurgeryError(f"layer {fqn} is on the meta device and has no weights to project; load the weights first")
             if not bool(torch.isfinite(parameter).all()):
                 raise ProjectionError(f"layer {fqn}: its {name} has NaN or infinite entries; mend the checkpoint or exclude the layer")
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
+            raise ProjectionError(f"{name} has NaN or infinite entries, and so would all outputs; mend the checkpoint")
 
 
 def check_runs(plan: Plan, model: nn.Module) -> None:

@@ -33,9 +33,11 @@ def find_base(model: nn.Module, base: str | None, base_args: Mapping[str, Any] |
     with arguments that JSON does not have (a function, say), give None: such a model is saved only with a given base.
 
     Raises:
-        OptionError: ``base_args`` do not fit into JSON.
+        OptionError: ``base`` is no name, or ``base_args`` do not fit into JSON.
     """
-    given = _as_json(dict(base_args or {}))
+    if base is not None and not isinstance(base, str):
+        raise OptionError(f"base is the name of a dense model, such as 'vit_small_patch16_224', got {base!r}")
+    given = _as_json(dict(base_args)) if isinstance(base_args, Mapping) else None if base_args else {}
     if given is None:
         raise OptionError(f"base_args must be values that JSON has (texts, numbers, lists, ...), got {base_args!r}")
     if base is not None:

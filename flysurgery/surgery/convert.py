@@ -119,7 +119,7 @@ def convert_to_fidelity(
     if found is None:
         raise PlanError(
             f"no choice with up to {low:.0%} of the weights reaches a cosine of {fidelity:g}; the closest has {best:.4f}; "
-            "give --reconstruct, more --minutes, more images, or a lower goal"
+            "give --reconstruct (reconstruct=True), more minutes, more images, or a lower goal"
         )
     candidate, converted, report = found
     install(candidate, model)

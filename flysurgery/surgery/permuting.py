@@ -20,7 +20,8 @@ SEPARATE = "its layers are not converted together: the names put them into diffe
 
 def shared_features(plan: Plan, model: nn.Module, samples: Samples) -> tuple[Shared, ...]:
     """Find the features that layers replaced by ``plan`` share with each other and with dense layers, in the order of execution."""
-    seen = survey(model, samples.inputs[:2], prepare=separating(model))
+    example = samples.inputs[:2].to(next(model.parameters()).dtype)
+    seen = survey(model, example, prepare=separating(model))
     targets = targets_of(model, seen)
     known = {target.fqn: target for target in targets}
     layers = {layer.fqn: layer for layer in plan.layers}

@@ -30,17 +30,18 @@ def _in_blocks(targets: Sequence[Target], numbers: str) -> set[str]:
     names = block_names(targets)
     chosen: set[str] = set()
     for part in str(numbers).split(","):
-        first, dash, last = (piece.strip() for piece in part.partition("-"))
-        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+        found = _RANGE.fullmatch(part)
+        first, last = (0, -1) if found is None else (int(found[1]), int(found[2] or found[1]))
+        if last < first:
             raise OptionError(f"blocks are numbers and ranges separated by commas, such as 0-5,8; got {numbers!r}")
-        picked = names[int(first) : int(last if dash else first) + 1]
-        if not picked:
+        if last >= len(names):
             there = f"0 to {len(names) - 1}, {names[0]} to {names[-1]}" if names else "none"
             raise SelectionError(f"the model has no block {part.strip()}; its blocks are {there}")
-        chosen.update(picked)
+        chosen.update(names[first : last + 1])
     return {target.fqn for target in targets if any(target.fqn.startswith(f"{name}.") for name in chosen)}
 
 
+_RANGE = re.compile(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", re.ASCII)
 _GROUPS = {"ffn": ("ffn_in", "ffn_out")}
 
 

@@ -3,6 +3,7 @@
 import errno
 import importlib
 import json
+import math
 import os
 import shutil
 import stat
@@ -216,6 +217,23 @@ def write_and_be_killed(home: Path, replaces: bool) -> None:
 @pytest.mark.parametrize("replaces", [True, False])
 def test_killed_at_any_moment(replaces: bool, tmp_path: Path) -> None:
     run_apart(write_and_be_killed, tmp_path, replaces)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"report": "x"}, "expected the report that apply or convert returned, got str"),
+        ({"report": {"rows": 3}}, "is not as a folder's report.json has them"),
+        ({"report": {"x": math.nan}}, "is not as a folder's report.json has them"),
+        ({"accuracy": {}}, "is not as a folder's report.json has them"),
+    ],
+)
+def test_a_report_of_another_kind_is_refused(given: dict[str, Any], words: str, converted: Converted, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        save(converted[0], tmp_path / "model", **given)
+    with pytest.raises(CheckpointError, match="the report is of another model"):
+        save(converted[0], tmp_path / "model", report=replace(converted[1], rows=converted[1].rows[1:]))
+    assert not [*tmp_path.iterdir()]
 
 
 TAGGED = f"{VIT}.augreg_in21k_ft_in1k"

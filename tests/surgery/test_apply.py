@@ -183,12 +183,22 @@ def hooked() -> nn.Module:
         (lambda made, model: flysurgery.apply(made, torch.compile(model)), r"give the model in it, model\._orig_mod"),
         (lambda _, __: flysurgery.densify(ButterflyLinear(monarch(8, 8, 2))), "itself a ButterflyLinear"),
         (lambda made, model: flysurgery.apply(made, model.to("meta")), "on the meta device"),
+        (lambda _, __: flysurgery.load(None), "expected the folder of a converted model, got None"),  # pyright: ignore
+        (lambda _, __: flysurgery.restore(None), "expected a torch.nn.Module to restore, got NoneType"),  # pyright: ignore
+        (lambda _, model: flysurgery.plan(model, base=3), "base is the name of a dense model, .* got 3"),  # pyright: ignore
         (lambda _, model: flysurgery.save("folder", model), "expected a model and then a folder, got str and VisionTransformer"),
     ],
 )
 def test_arguments_of_another_kind(call: Callable[..., Any], sentence: str, vit: nn.Module, vit_plan: Plan) -> None:
     with pytest.raises(flysurgery.FlysurgeryError, match=sentence):
         call(vit_plan, vit)
+
+
+@pytest.mark.parametrize("options", [{}, {"calibrate": True, "reconstruct": 0.01}])
+def test_a_parameter_that_stays_and_is_no_number_is_named(vit: nn.Module, vit_plan: Plan, many: Tensor, options: dict[str, Any]) -> None:
+    vit.get_parameter("norm.weight").data[3] = torch.nan
+    with unchanged(vit), pytest.raises(ProjectionError, match=r"^norm\.weight has NaN or infinite entries"):
+        apply(vit_plan, vit, **(options | {"calibrate": many} if options else {}))
 
 
 def test_times_are_measured_in_one_call(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,9 +96,14 @@ def test_what_cannot_be_calibrated_leaves_the_model_as_it_was(vit: nn.Module, vi
     with unchanged(vit), pytest.raises(SurgeryError, match="describes no example input to trace"):
         apply(replace(vit_plan, example=None), vit, calibrate=Samples(many), reconstruct=True, verify=False)
     with torch.no_grad():
-        vit.get_parameter("blocks.1.norm1.bias")[0] = torch.nan
+        vit.get_parameter("blocks.1.norm1.weight").fill_(3e38)  # finite, unlike what it makes
     with unchanged(vit), pytest.raises(SurgeryError, match=r"layer blocks\.1\.attn\.qkv is given NaN"):
         apply(vit_plan, vit, calibrate=many, sequential=True)
+
+
+def test_a_model_in_half_precision_is_permuted(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
+    report = apply(vit_plan, vit.bfloat16(), calibrate=many, permute=True)
+    assert report.permutations and report.fidelity.output_cosine > 0.5  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @pytest.mark.parametrize("options", [{"sequential": True, "permute": True}, {"init": "random"}])

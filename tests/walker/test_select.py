@@ -44,7 +44,7 @@ def test_roles_and_patterns(selectors: dict[str, Any], expected: list[str]) -> N
 
 def test_ranges_of_blocks_and_the_size_of_the_smaller_side() -> None:
     assert names(STAGES, blocks="1") == [t.fqn for t in block("layers.0.blocks.1")]
-    assert names(STAGES, blocks="0, 2-9") == [t.fqn for prefix in ("layers.0.blocks.0", "layers.1.blocks.0") for t in block(prefix)]
+    assert names(STAGES, blocks="0, 2-2") == [t.fqn for prefix in ("layers.0.blocks.0", "layers.1.blocks.0") for t in block(prefix)]
     assert names(STAGES, roles="qkv", blocks="1-2") == ["layers.0.blocks.1.a.x", "layers.1.blocks.0.a.x"]
     assert names(STAGES, min_size=5) == ["layers.1.down"]
     assert names(STAGES, min_size=4) == [t.fqn for t in STAGES]
@@ -63,7 +63,8 @@ BLOCKS = r"no block 3-5; its blocks are 0 to 2, layers\.0\.blocks\.0 to layers\.
         *((TARGETS, {option: ["fc1", KQV]}, SelectionError, r"kqv.*nearest .*\.3\.attn\.qkv,") for option in ("include", "exclude")),
         (TARGETS, {"roles": "qkv", "include": "head"}, SelectionError, r"matches no linear of the chosen roles, only head \(head\)"),
         (TARGETS, {"roles": "head", "exclude": "he"}, SelectionError, "nothing is left"),
-        *((STAGES, {"blocks": text}, OptionError, "such as 0-5,8") for text in ("", "x", "1-", "-1", "3-1", "0,,1")),
+        *((STAGES, {"blocks": text}, OptionError, "such as 0-5,8") for text in ("", "x", "1-", "-1", "3-1", "0,,1", "0-²", "1" * 5000)),
+        (STAGES, {"blocks": "1-999"}, SelectionError, "no block 1-999; its blocks are"),
         (STAGES, {"blocks": "0,3-5"}, SelectionError, BLOCKS),
         (TARGETS[-1:], {"blocks": "0"}, SelectionError, "no block 0; its blocks are none"),
         (STAGES, {"roles": "head", "blocks": "1"}, SelectionError, "blocks 1 hold none of the 1 linears selected, such as head"),
