@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from flysurgery.calibration import Samples, main_output, samples_of, unchanged_state
+from flysurgery.calibration import Samples, main_output, run, samples_of, unchanged_state
 from flysurgery.errors import DataError, OptionError, SurgeryError, WalkError
 from flysurgery.evaluation.data import ImageData, load_unseen, preparation, without_traceback
 from flysurgery.fidelity import Fidelity, measure_fidelity
@@ -54,7 +54,6 @@ def evaluate(
         raise DataError(f"expected a model and then a DataLoader or another iterable of batches (images, labels), got {found}")
     if device is not None:
         model.to(device)
-    parameter = next(model.parameters())
     batches = DataLoader(data.dataset, batch_size, num_workers=data.workers) if isinstance(data, ImageData) else data
     first, among, samples = 0, 0, 0
     started = perf_counter()
@@ -62,7 +61,7 @@ def evaluate(
         # not inference_mode: training later uses what FSDP2 gathers here
         with unchanged_state(model), torch.no_grad():
             for images, labels in map(_pair, batches):
-                scores = _scores(main_output(model(images.to(parameter.device, parameter.dtype))), labels, data)
+                scores = _scores(main_output(run(model, images)), labels, data)
                 right = scores.topk(min(TOP, scores.shape[1]), dim=1).indices == labels.to(scores.device)[:, None]
                 first += int(right[:, 0].sum())
                 among += int(right.sum())

@@ -230,6 +230,8 @@ def _example(model: nn.Module, device: torch.device) -> Tensor | tuple[Any, ...]
 
 def _chosen(only: Iterable[Sequence[str]], built: Replacements) -> set[tuple[str, ...]]:
     """The names and kinds of ``only``, all of which are those of candidates."""
+    if isinstance(only, str) or not isinstance(only, Iterable):
+        raise InferenceError(f"'only' takes pairs of a name and a kind, as a report's 'chosen' has them, got {only!r}")
     wanted = {tuple(each) for each in only}
     missing = wanted - {(each.fqn, each.group) for each in built.candidates}
     if missing:

@@ -39,7 +39,7 @@ def check_budget(budget: float | None, *, measured: bool, named: Sequence[str], 
     """
     if budget is not None and not (isinstance(budget, int | float) and 0 < budget <= 1):
         raise OptionError(f"budget is the share of the dense layers' costs to keep, above 0 and at most 1; got {budget!r}")
-    if fidelity is not None and not 0 < fidelity < 1:
+    if fidelity is not None and not (isinstance(fidelity, int | float) and 0 < fidelity < 1):
         raise OptionError(f"fidelity is the least cosine with the dense model to reach, above 0 and below 1; got {fidelity!r}")
     if fidelity is not None and (budget is not None or measured):
         raise OptionError("fidelity looks for the smallest budget of weights itself; leave budget and measure out")

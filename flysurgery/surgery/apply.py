@@ -71,6 +71,8 @@ def apply(
         raise OptionError(f"init must be projection or random, got {init!r}")
     if init == "random" and (sequential or permute):
         raise OptionError("sequential and permute are options of the projection, and init 'random' takes none; leave them out")
+    if not isinstance(reconstruct, bool | int | float):
+        raise OptionError(f"reconstruct is True or a number of minutes, got {reconstruct!r}")
     check_seed(seed)
     started = perf_counter()
     dense = check_plan(plan, model)

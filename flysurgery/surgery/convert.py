@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from flysurgery.calibration import Data, samples_of
-from flysurgery.errors import PlanError
+from flysurgery.errors import OptionError, PlanError
 from flysurgery.fidelity import Progress
 from flysurgery.surgery.allocation import PLACEHOLDER, allocate, check_budget, prepare
 from flysurgery.surgery.apply import apply, check_calibration, install, sample_shape
@@ -46,6 +46,8 @@ def convert(
     True, or a ``Setting`` with batch and dtype. Then each layer gets the most accurate of what is faster than dense, or the ``budget``
     bounds milliseconds; see ``choose_measured``.
     """
+    if not isinstance(measure, Setting | bool):
+        raise OptionError(f"measure is True or a Setting, got {measure!r}")
     setting = Setting() if measure is True else measure or None
     tradeoff = measurement = None
     named = [name for name in ("nblocks", "rank", "patterns", "per_layer") if options.get(name) is not None]

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +89,7 @@ class Rules:
     """
 
     def __init__(self, usual: Rule, per_layer: Mapping[str, str]) -> None:
-        if not isinstance(per_layer, Mapping) or not all(isinstance(choice, str) for choice in per_layer.values()):
+        if not isinstance(per_layer, Mapping) or not all(isinstance(text, str) for item in per_layer.items() for text in item):
             raise OptionError(f"per_layer maps regular expressions to choices, such as {{'qkv.v$': 'dense'}}; got {per_layer!r}")
         self._usual, self.unmet = usual, list(per_layer)
         try:
@@ -158,6 +158,8 @@ def plan(
         SurgeryError: the model is converted already, or wrapped by ``torch.compile``.
     """
     given = [patterns] if isinstance(patterns, str | Architecture) else patterns or ()
+    if not isinstance(given, Iterable):
+        raise OptionError(f"patterns are architectures, or texts such as '(1,192,48,2)(2,48,192,1)', got {patterns!r}")
     architectures = tuple(each if isinstance(each, Architecture) else Architecture.parse(each) for each in given)
     rules = Rules(Rule(arch, nblocks, rank, architectures), per_layer or {})
     refuse_converted(model)

@@ -66,7 +66,7 @@ def select(
     """
     everything = tuple(targets)
     chosen = everything
-    if not isinstance(min_size, int | None):
+    if min_size is not None and (type(min_size) is not int or min_size < 0):
         raise OptionError(f"min_size is a whole number of features, got {min_size!r}")
     if roles is not None:
         wanted = {role for selector in _listed(roles) for role in _matching_roles(selector, everything)}

@@ -171,6 +171,9 @@ def hooked() -> nn.Module:
     return model
 
 
+IMAGES = torch.randn(4, 3, 32, 32)
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [  # each is what a type checker would find
@@ -185,6 +188,13 @@ def hooked() -> nn.Module:
         (lambda made, model: flysurgery.apply(made, model.to("meta")), "on the meta device"),
         (lambda _, __: flysurgery.load(None), "expected the folder of a converted model, got None"),  # pyright: ignore
         (lambda _, __: flysurgery.restore(None), "expected a torch.nn.Module to restore, got NoneType"),  # pyright: ignore
+        (lambda made, model: flysurgery.apply(made, model, calibrate=IMAGES, reconstruct="x"), "reconstruct is True or a number"),  # pyright: ignore
+        (lambda _, model: flysurgery.convert(model, measure="x"), "measure is True or a Setting, got 'x'"),  # pyright: ignore
+        (lambda _, model: flysurgery.convert(model, calibrate=IMAGES, fidelity="x"), "fidelity is the least cosine .* got 'x'"),
+        (lambda _, model: flysurgery.plan(model, patterns=3), "patterns are architectures, .* got 3"),  # pyright: ignore
+        (lambda _, model: flysurgery.plan(model, per_layer={3: "dense"}), "per_layer maps regular expressions"),  # pyright: ignore
+        (lambda _, model: flysurgery.plan(model, min_size=-1), "min_size is a whole number of features, got -1"),
+        (lambda _, model: flysurgery.evaluate(model, [(IMAGES[..., :9], torch.ones(4, dtype=int))]), "the model fails on inputs of shape"),  # pyright: ignore
         (lambda _, model: flysurgery.plan(model, base=3), "base is the name of a dense model, .* got 3"),  # pyright: ignore
         (lambda _, model: flysurgery.save("folder", model), "expected a model and then a folder, got str and VisionTransformer"),
     ],
