@@ -10,7 +10,7 @@ from torch import nn
 from flysurgery.errors import SurgeryError
 from flysurgery.inference import is_optimized
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
-from flysurgery.surgery.change import dense_layer
+from flysurgery.surgery.transaction import dense_layer
 
 
 class LoraButterfly(Linear):

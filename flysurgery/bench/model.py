@@ -16,7 +16,7 @@ from flysurgery.bench.variants import OPTIMIZED, chosen_backends, definitions, d
 from flysurgery.errors import OptionError, Reason, first_line
 from flysurgery.patterns import Architecture
 from flysurgery.surgery import LayerPlan, Plan, install, layer_candidates, sample_shape
-from flysurgery.surgery.change import build_empty, draw_anew
+from flysurgery.surgery.transaction import build_empty, draw_anew
 from flysurgery.tables import grouped
 
 WHOLE = "(model)"  # stands in the column ``layer`` of rows about the whole model

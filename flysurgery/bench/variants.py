@@ -11,7 +11,7 @@ from flysurgery.bench.ceilings import Work, work_of
 from flysurgery.inference import optimize
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import Problem, explain
-from flysurgery.surgery.change import dense_layer
+from flysurgery.surgery.transaction import dense_layer
 
 OPTIMIZED = ", optimized"  # ends the names of models that ``optimize`` made
 

@@ -42,7 +42,7 @@ def autotune(
     from flysurgery.cli.source import ConvertedFolder, find
     from flysurgery.cli.tables import progress, show
     from flysurgery.gpu.autotune import autotune as tune
-    from flysurgery.gpu.table import user_table
+    from flysurgery.gpu.tuned_table import user_table
 
     arithmetics = options.names(dtype, "--dtype")
     unknown = [name for name in arithmetics if name not in ARITHMETICS]

@@ -13,11 +13,11 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.compile import SERIALIZED_WARNING
 from flysurgery.gpu.device import device_obstacle, shared_limit_of
+from flysurgery.gpu.factor_product import factor_configs, factor_product
 from flysurgery.gpu.fused_linear import KINDS, FusedLinear
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.product import factor_configs, factor_product
-from flysurgery.gpu.table import TunedCase, TunedEntry, cases_met, save_entries
 from flysurgery.gpu.tiling import Tiling, configs, tiling
+from flysurgery.gpu.tuned_table import TunedCase, TunedEntry, cases_met, save_entries
 from flysurgery.gpu.uncounted_writes import doubt
 
 _MAX_CANDIDATES = 12

@@ -12,15 +12,15 @@ from torch import Tensor
 from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.fused_linear import strides_of
 from flysurgery.gpu.gather import Packer, by_places
-from flysurgery.gpu.image import entries_of, output_order
 from flysurgery.gpu.kernel import current_stream, float_bits, kernel_of
 from flysurgery.gpu.layer_norm import row_moments
 from flysurgery.gpu.modes import macros
-from flysurgery.gpu.parts import Norm, present, sent_through
+from flysurgery.gpu.operands import Norm, present, sent_through
 from flysurgery.gpu.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import boxes
 from flysurgery.gpu.tiling import run_of
 from flysurgery.gpu.weight_cache import derived_for_launch
+from flysurgery.gpu.weight_image import entries_of, output_order
 from flysurgery.patterns import Pattern
 
 _PIECE, _STAGE, _UNIT = 8, 64, 64

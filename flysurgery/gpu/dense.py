@@ -12,7 +12,7 @@ from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused_linear import readable
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, kernel_of
 from flysurgery.gpu.modes import WEIGHT_SHIFT, dtype_of, in_halves, scaled_rows
-from flysurgery.gpu.parts import Dense, present
+from flysurgery.gpu.operands import Dense, present
 from flysurgery.gpu.recording import fresh
 from flysurgery.gpu.tensor_map import boxes
 from flysurgery.gpu.weight_cache import derived, derived_for_launch

@@ -15,7 +15,7 @@ from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused_linear import readable
 from flysurgery.gpu.kernel import current_stream, kernel_of
 from flysurgery.gpu.modes import HALF_MODES, macros
-from flysurgery.gpu.parts import FusedFactors, Norm, present
+from flysurgery.gpu.operands import FusedFactors, Norm, present
 from flysurgery.gpu.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import boxes
 from flysurgery.gpu.weight_cache import derived_for_launch

@@ -16,7 +16,7 @@ from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused_linear import readable, strides_of
 from flysurgery.gpu.kernel import current_stream, float_bits, kernel_of
 from flysurgery.gpu.modes import HALF_MODES, HALVES, WEIGHT_SHIFT, in_halves, macros, scaled_rows
-from flysurgery.gpu.parts import Dense, Linear, Norm, present
+from flysurgery.gpu.operands import Dense, Linear, Norm, present
 from flysurgery.gpu.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
 

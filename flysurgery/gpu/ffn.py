@@ -21,12 +21,12 @@ from flysurgery.gpu.ffn_tiling import (
     tiles_of,
 )
 from flysurgery.gpu.fused_linear import readable, strides_of
-from flysurgery.gpu.image import HEADER_BYTES, in_cores, input_order, output_order, places_of
 from flysurgery.gpu.kernel import current_stream, float_bits, kernel_of
 from flysurgery.gpu.modes import WEIGHT_EXPONENT, dtype_of, in_halves, mode_for
-from flysurgery.gpu.parts import FusedFactors, Norm, present, sent_through
+from flysurgery.gpu.operands import FusedFactors, Norm, present, sent_through
 from flysurgery.gpu.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
+from flysurgery.gpu.weight_image import HEADER_BYTES, in_cores, input_order, output_order, places_of
 from flysurgery.patterns import Architecture
 
 

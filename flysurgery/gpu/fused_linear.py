@@ -9,14 +9,14 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.gather import Packer
-from flysurgery.gpu.image import pack, panel_indices
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel, rows_and_stride
 from flysurgery.gpu.modes import dtype_of, macros
-from flysurgery.gpu.parts import FusedFactors, Norm, present, sent_through
+from flysurgery.gpu.operands import FusedFactors, Norm, present, sent_through
 from flysurgery.gpu.recording import fresh
-from flysurgery.gpu.table import TunedCase, chosen_by_table, meet, rows_bucket, tuned_config
 from flysurgery.gpu.tiling import FusedConfig, Tiling, configs, every_config, fits, tiling
+from flysurgery.gpu.tuned_table import TunedCase, chosen_by_table, meet, rows_bucket, tuned_config
 from flysurgery.gpu.weight_cache import derived_for_launch
+from flysurgery.gpu.weight_image import pack, panel_indices
 from flysurgery.patterns import Architecture
 
 KINDS = {"fused_linear": (False, False), "norm_linear": (True, False), "gated_linear": (False, True), "norm_gated_linear": (True, True)}

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
+from flysurgery.gpu.factor_product import run_product
 from flysurgery.gpu.kernel import current_device
 from flysurgery.gpu.modes import current_mode, dtype_of
-from flysurgery.gpu.product import run_product
 from flysurgery.gpu.row_sums import sum_of_rows
 from flysurgery.gpu.uncounted_writes import doubt_trained
 from flysurgery.gpu.weight_space import factor_gradients

@@ -10,7 +10,7 @@ from flysurgery.gpu.device import kernels_take, multiprocessors_of
 from flysurgery.gpu.fused_linear import packed, readable
 from flysurgery.gpu.kernel import current_stream, float_bits, rows_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
-from flysurgery.gpu.parts import present
+from flysurgery.gpu.operands import present
 from flysurgery.gpu.recording import fresh
 from flysurgery.gpu.row_sums import sum_of_rows
 from flysurgery.gpu.weight_cache import derived

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, UntypedStorage
 
-from flysurgery.gpu.branch import ahead, know
+from flysurgery.gpu.graph_branch import ahead, know
 from flysurgery.gpu.kernel import is_compiling
 from flysurgery.gpu.recording import mark_changed, rely_on
 from flysurgery.gpu.uncounted_writes import Trust, doubt

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.block_linear import BlockTiling, block_tiling, launch_blocks, no_summands
-from flysurgery.gpu.branch import Branch
 from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.factor_by_factor import wide_tilings
 from flysurgery.gpu.fused_linear import packed
 from flysurgery.gpu.gather import Packer, by_places
 from flysurgery.gpu.gradients import summed
+from flysurgery.gpu.graph_branch import Branch
 from flysurgery.gpu.hidden_gradient import HiddenTiles, panels, run_hidden_gradient
-from flysurgery.gpu.image import entries_of
 from flysurgery.gpu.modes import HALF_MODES
-from flysurgery.gpu.parts import FusedFactors, present
+from flysurgery.gpu.operands import FusedFactors, present
 from flysurgery.gpu.row_sums import sum_of_rows
 from flysurgery.gpu.weight_cache import make_to_keep
+from flysurgery.gpu.weight_image import entries_of
 from flysurgery.patterns import Architecture, Pattern
 
 _COLUMNS, _STAGE = (128, 96, 64), 64

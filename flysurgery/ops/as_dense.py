@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.parts import Dense, FusedFactors, Linear, present
+from flysurgery.gpu.operands import Dense, FusedFactors, Linear, present
 from flysurgery.gpu.weight_cache import derived
 from flysurgery.gpu.weight_space import factor_gradients, multiplied_out
 from flysurgery.ops.one_launch import alike

@@ -14,7 +14,8 @@ from flysurgery.gpu.factor_by_factor import fills_rounds, middle_places, run_wid
 from flysurgery.gpu.ffn import run_ffn
 from flysurgery.gpu.gated import gated_obstacle, run_gated
 from flysurgery.gpu.modes import mode_for
-from flysurgery.gpu.parts import FusedFactors, Gated, Linear, Norm, present, wrong_norm, wrong_size, wrong_vector
+from flysurgery.gpu.operands import FusedFactors, Gated, Linear, Norm, present, wrong_norm, wrong_size, wrong_vector
+from flysurgery.ops.choose_launches import Stage, Stages
 from flysurgery.ops.linears import MOMENTS, plain_norm
 from flysurgery.ops.one_launch import (
     epilogue_reason,
@@ -30,7 +31,6 @@ from flysurgery.ops.one_launch import (
     takes_few_rows,
     whole_reason,
 )
-from flysurgery.ops.ways import Stage, Stages
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,

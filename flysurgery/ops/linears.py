@@ -10,8 +10,9 @@ from torch.nn import functional
 from flysurgery.gpu.dense import run_dense_moments, streamed_for
 from flysurgery.gpu.factor_by_factor import run_wide_group, wide_group_obstacle
 from flysurgery.gpu.modes import mode_for
-from flysurgery.gpu.parts import Dense, FusedFactors, Linear, Norm, present, wrong_norm, wrong_size, wrong_vector
+from flysurgery.gpu.operands import Dense, FusedFactors, Linear, Norm, present, wrong_norm, wrong_size, wrong_vector
 from flysurgery.ops.as_dense import side_by_side
+from flysurgery.ops.choose_launches import Stage, Stages, reason
 from flysurgery.ops.multiply import ks_linear_group
 from flysurgery.ops.one_launch import (
     alike,
@@ -27,7 +28,6 @@ from flysurgery.ops.one_launch import (
     rows_of,
     takes_few_rows,
 )
-from flysurgery.ops.ways import Stage, Stages, reason
 from flysurgery.torch_state import tf32_allowed
 
 MOMENTS = "moments"

@@ -9,8 +9,8 @@ from torch import Tensor
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
 from flysurgery.ops.backend import Runner, problem_of
-from flysurgery.ops.dispatch import choose
-from flysurgery.ops.ways import decided
+from flysurgery.ops.choose_backend import choose
+from flysurgery.ops.choose_launches import decided
 from flysurgery.torch_state import autocast_dtype, without_autocast
 
 

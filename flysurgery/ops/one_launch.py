@@ -12,7 +12,7 @@ from flysurgery.gpu.ffn import ffn_obstacle
 from flysurgery.gpu.fused_linear import fused_reason, run_fused_linears
 from flysurgery.gpu.layer_norm import layer_norm_obstacle, run_layer_norm
 from flysurgery.gpu.modes import mode_for
-from flysurgery.gpu.parts import Dense, FusedFactors, Linear, Norm
+from flysurgery.gpu.operands import Dense, FusedFactors, Linear, Norm
 from flysurgery.ops.multiply import ks_linear
 
 

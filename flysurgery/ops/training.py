@@ -16,24 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.branch import Branch, ahead
 from flysurgery.gpu.device import kernels_take, shared_limit_of
 from flysurgery.gpu.factor_by_factor import run_wide_ffn
+from flysurgery.gpu.factor_product import run_product
 from flysurgery.gpu.gradients import summed
+from flysurgery.gpu.graph_branch import Branch, ahead
 from flysurgery.gpu.hidden_gradient import hidden_gradient_takes, hidden_image, run_hidden_gradient
 from flysurgery.gpu.layer_norm import norm_gradient, normalize_rows
 from flysurgery.gpu.modes import mode_for
-from flysurgery.gpu.parts import FusedFactors, Gated, Linear, Norm, present
-from flysurgery.gpu.product import run_product
+from flysurgery.gpu.operands import FusedFactors, Gated, Linear, Norm, present
 from flysurgery.gpu.row_sums import activation_gradient, keep_sums, known_sums, sum_of_rows
 from flysurgery.gpu.uncounted_writes import doubt_trained
 from flysurgery.gpu.weight_cache import training
 from flysurgery.gpu.wide_gradient import WideGradient, by_output, takes_wide_gradient, wide_gradient
 from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
+from flysurgery.ops.choose_launches import Operation, reason, run
 from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward, takes_each_factor
 from flysurgery.ops.linears import LayerNorm, LinearResidual, NormLinears
 from flysurgery.ops.one_launch import epilogue_reason, in_one_launch, linear_epilogue, whole_reason
-from flysurgery.ops.ways import Operation, reason, run
 from flysurgery.torch_state import is_tracing, refuse_second_derivative, without_autocast
 
 Kept = Sequence[Any]

@@ -4,7 +4,7 @@ from contextlib import suppress
 from math import gcd
 
 from flysurgery.errors import OptionError, PatternError
-from flysurgery.patterns.architecture import Architecture
+from flysurgery.patterns.pattern import Architecture
 
 ARCHITECTURES = ("monarch", "gonon", "lowrank", "dyadic", "kaleidoscope", "block", "deformable")
 """The names that ``named`` knows. Those in ``SQUARE`` exist for square matrices alone, those ``OF_BLOCKS`` take a number of blocks."""

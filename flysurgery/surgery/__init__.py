@@ -11,13 +11,13 @@ from flysurgery.surgery.base import (
     quantization_entry,
     transformers_arguments,
 )
-from flysurgery.surgery.change import draw_anew, plan_of
 from flysurgery.surgery.choices import Measurement, Tradeoff
 from flysurgery.surgery.convert import choose, convert, convert_to_fidelity
+from flysurgery.surgery.make_plan import count_samples, plan
 from flysurgery.surgery.measuring import Setting, choose_measured, measure_groups
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Part, Plan
-from flysurgery.surgery.planning import count_samples, plan
 from flysurgery.surgery.report import Report, Row, block_errors, fidelity_rows, measures
 from flysurgery.surgery.serial import as_json
+from flysurgery.surgery.transaction import draw_anew, plan_of
 
 __all__ = ["Plan", "Report", "apply", "convert", "densify", "install", "plan"]

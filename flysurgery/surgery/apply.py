@@ -14,7 +14,7 @@ from flysurgery.calibration import Data, samples_of, unchanged_state
 from flysurgery.errors import OptionError, PlanError, ProjectionError, SurgeryError, check_seed, raised_as
 from flysurgery.fidelity import Progress, Settings, measure_fidelity
 from flysurgery.fidelity import reconstruct as reconstruct_blocks
-from flysurgery.surgery import change
+from flysurgery.surgery import transaction
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Plan
 from flysurgery.surgery.projecting import project_calibrated_layers, project_layers
 from flysurgery.surgery.report import Report, Row
@@ -90,8 +90,8 @@ def apply(
         modules, rows, calibration, permutations = project_calibrated_layers(
             plan, model, dense, taken, sequential=sequential, permute=permute, progress=progress
         )
-    with change.changing(model):
-        change.convert(model, plan, modules)
+    with transaction.changing(model):
+        transaction.convert(model, plan, modules)
         if verify:
             check_runs(plan, model)
         if taken is not None and twin is not None:
@@ -130,20 +130,20 @@ def densify(model: nn.Module) -> int:
         SurgeryError: the model has no converted layer, is itself one, which cannot be replaced in place, or is optimized; or a layer has
             hooks, which a dense one in its place would lose.
     """
-    change.refuse_optimized(model)
-    layers = change.converted_layers(model)
-    if not layers and change.plan_of(model) is None:
+    transaction.refuse_optimized(model)
+    layers = transaction.converted_layers(model)
+    if not layers and transaction.plan_of(model) is None:
         raise SurgeryError("the model has no converted layer, so there is nothing to densify")
     if "" in layers:
         raise SurgeryError(f"the model is itself a {type(model).__name__} and cannot be replaced in place; put it into a parent module")
     hooked = [fqn for fqn, layer in layers.items() if any(map(walker.is_hooked, layer.modules()))]
     if hooked:
         raise SurgeryError(f"{', '.join(hooked[:5])} has hooks, which a dense layer in its place would lose; remove them first")
-    dense = {layer: change.dense_layer(layer) for layer in dict.fromkeys(layers.values())}
-    with change.changing(model):
+    dense = {layer: transaction.dense_layer(layer) for layer in dict.fromkeys(layers.values())}
+    with transaction.changing(model):
         for fqn, layer in layers.items():
-            change.swap(model, (fqn,), dense[layer])
-        change.unconvert(model)
+            transaction.swap(model, (fqn,), dense[layer])
+        transaction.unconvert(model)
     return len(dense)
 
 
@@ -158,9 +158,9 @@ def install(plan: Plan, model: nn.Module) -> None:
         PlanError: the plan does not fit the model: a name that it lacks, or other sizes.
     """
     dense = check_plan(plan, model)
-    modules = {layer.fqn: change.build_empty(layer, dense[layer.fqn]) for layer in plan.replaced}
-    with change.changing(model):
-        change.convert(model, plan, modules)
+    modules = {layer.fqn: transaction.build_empty(layer, dense[layer.fqn]) for layer in plan.replaced}
+    with transaction.changing(model):
+        transaction.convert(model, plan, modules)
 
 
 def sample_shape(plan: Plan) -> tuple[int, ...] | None:
@@ -184,7 +184,7 @@ def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_plan(plan: Plan, model: nn.Module) -> dict[str, change.Dense]:
+def check_plan(plan: Plan, model: nn.Module) -> dict[str, transaction.Dense]:
     """Hold a plan against a model, whose weights may live on meta, and give the layers that it replaces.
 
     Raises:
@@ -194,7 +194,7 @@ def check_plan(plan: Plan, model: nn.Module) -> dict[str, change.Dense]:
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"expected a plan and then a model, got {type(plan).__name__} and {type(model).__name__}")
-    change.refuse_converted(model)
+    transaction.refuse_converted(model)
     if not plan.replaced:
         raise PlanError("the plan replaces nothing; make one that does")
     modules = walker.modules_with_separated(model, [layer.fqn for layer in plan.replaced])
@@ -205,7 +205,7 @@ def check_plan(plan: Plan, model: nn.Module) -> dict[str, change.Dense]:
     for module in names:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, []).append(module)
-    found: dict[str, change.Dense] = {}
+    found: dict[str, transaction.Dense] = {}
     for layer in plan.replaced:
         module = modules.get(layer.fqn)
         if module is None or not layer.fqn:
@@ -222,7 +222,7 @@ def check_plan(plan: Plan, model: nn.Module) -> dict[str, change.Dense]:
     return found
 
 
-def check_weights(layers: Mapping[str, change.Dense], model: nn.Module) -> None:
+def check_weights(layers: Mapping[str, transaction.Dense], model: nn.Module) -> None:
     """See that every weight to project is there and finite, and that no other parameter has NaN or infinite entries.
 
     Raises:
@@ -295,7 +295,7 @@ def _input(example: ExampleInput, model: nn.Module) -> Tensor:
     return torch.randn(example.shape, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
 
 
-def _checked_dense(layer: LayerPlan, module: nn.Module) -> change.Dense:
+def _checked_dense(layer: LayerPlan, module: nn.Module) -> transaction.Dense:
     where = f"layer {layer.fqn}"
     if not isinstance(module, walker.CONVOLUTIONS if layer.conv else nn.Linear):
         expected = "a 1x1 convolution" if layer.conv else "an nn.Linear"

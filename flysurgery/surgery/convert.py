@@ -12,9 +12,9 @@ from flysurgery.fidelity import Progress
 from flysurgery.surgery.allocation import PLACEHOLDER, allocate, check_budget, prepare
 from flysurgery.surgery.apply import apply, check_calibration, install, sample_shape
 from flysurgery.surgery.choices import Measurement, Tradeoff
+from flysurgery.surgery.make_plan import plan as make_plan
 from flysurgery.surgery.measuring import Setting, choose_measured
 from flysurgery.surgery.plan import Plan
-from flysurgery.surgery.planning import plan as make_plan
 from flysurgery.surgery.report import Report
 
 TRIES = 5

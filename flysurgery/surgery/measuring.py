@@ -22,9 +22,9 @@ from flysurgery.inference.replacement import Candidate, find_replacements
 from flysurgery.patterns import Architecture
 from flysurgery.surgery.allocation import DENSE, Allocation, Picks, check_budget, layer_candidates, prepare
 from flysurgery.surgery.apply import install
-from flysurgery.surgery.change import draw_anew
 from flysurgery.surgery.choices import Measurement, TimedChoice, TimedGroup, Tradeoff
 from flysurgery.surgery.plan import Plan
+from flysurgery.surgery.transaction import draw_anew
 from flysurgery.walker import separating, shadow, shape_of
 
 LEAST_NOISE = 0.02

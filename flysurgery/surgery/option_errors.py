@@ -12,9 +12,9 @@ from flysurgery.errors import DataError, Reason
 from flysurgery.fidelity import Progress
 from flysurgery.patterns import Architecture, family_of
 from flysurgery.projection import FitProblem, Fitted, Metric, Moments, fit_side_by_side, metric_of, product_of, project, workers
-from flysurgery.surgery.change import Dense, changing, matrix_of, prepare
 from flysurgery.surgery.plan import LayerPlan, Part, Plan
 from flysurgery.surgery.projecting import naming
+from flysurgery.surgery.transaction import Dense, changing, matrix_of, prepare
 
 LEAST_SAMPLES = 3
 

@@ -27,11 +27,11 @@ from flysurgery.projection import (
     random_start,
     workers,
 )
-from flysurgery.surgery.change import Dense, build, changing, matrix_of, prepare, swap
 from flysurgery.surgery.permuting import permute as permute_features
 from flysurgery.surgery.permuting import shared_features
 from flysurgery.surgery.plan import LayerPlan, Part, Plan
 from flysurgery.surgery.report import Permutation, ReportCalibration, Row, RowCalibration
+from flysurgery.surgery.transaction import Dense, build, changing, matrix_of, prepare, swap
 
 NO_ERROR = OutputError(0.0, 0.0)
 

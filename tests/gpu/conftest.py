@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import ks_einsum
-from flysurgery.gpu import product as multiplication
+from flysurgery.gpu import factor_product as multiplication
 from flysurgery.gpu import weight_cache
 from flysurgery.gpu.gradients import all_gradients, input_gradient
 from flysurgery.gpu.modes import HALVES
-from flysurgery.gpu.table import TunedCase, forget_choices
+from flysurgery.gpu.tuned_table import TunedCase, forget_choices
 from flysurgery.patterns import Architecture
 from tests.support.rounding import rounding_as
 from tests.support.tolerance import ARITHMETICS

@@ -11,11 +11,11 @@ import torch
 from flysurgery.cli import main
 from flysurgery.errors import BackendError
 from flysurgery.gpu import autotune as tuning
-from flysurgery.gpu import table
+from flysurgery.gpu import tuned_table
 from flysurgery.gpu.autotune import autotune
+from flysurgery.gpu.factor_product import run_product
 from flysurgery.gpu.fused_linear import fused_kernel
-from flysurgery.gpu.product import run_product
-from flysurgery.gpu.table import TunedCase, user_table
+from flysurgery.gpu.tuned_table import TunedCase, user_table
 from tests.gpu.conftest import EmulatedProduct
 from tests.gpu.gpu_layer import DEEP, SQUARE, Layer, check, rows_of
 from tests.gpu.test_autograd import eager, operands
@@ -55,7 +55,7 @@ def test_each_case_is_timed_once_and_the_fastest_kept(times: Times) -> None:
     for tuned in found:
         assert tuned.entry.config == {"name": "second"} and tuned.entry.median_us == 2.0 and tuned.default_us == 3.0
         assert tuned.tried == 3 and len(tuned.failures) == 1 and "does not compile" in tuned.failures[0]
-    assert {entry.case for entry in table._read(user_table())} == {tuned.entry.case for tuned in found}
+    assert {entry.case for entry in tuned_table._read(user_table())} == {tuned.entry.case for tuned in found}
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_without_a_device_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def few(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fewer candidates, as each is compiled."""
     monkeypatch.setattr(tuning, "_MAX_CANDIDATES", 3)
-    table.forget_choices()
+    tuned_table.forget_choices()
     yield
-    table.forget_choices()
+    tuned_table.forget_choices()
 
 
 @pytest.mark.gpu
@@ -111,4 +111,4 @@ def test_the_verb_tunes_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert "fused_linear" in said and str(user_table()) in said
-    assert {entry.case.mode for entry in table._read(user_table())} == {"fp16"}
+    assert {entry.case.mode for entry in tuned_table._read(user_table())} == {"fp16"}

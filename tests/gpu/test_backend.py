@@ -22,7 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flysurgery.errors import BackendError, PatternError
-from flysurgery.gpu import device, product, tensor_map
+from flysurgery.gpu import device, factor_product, tensor_map
 from flysurgery.gpu import kernel as kernels
 from flysurgery.gpu.gradients import check_operands
 from flysurgery.gpu.kernel import Kernel
@@ -48,7 +48,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pretend that a Hopper GPU is the current device, and that the CUDA backend comes first."""
     monkeypatch.setattr(cuda_backend, "device_obstacle", lambda: None)
     monkeypatch.setattr(cuda_backend, "shared_limit_of", lambda index: HOPPER_SHARED_BYTES)
-    monkeypatch.setattr(product, "shared_limit_of", lambda index: HOPPER_SHARED_BYTES)
+    monkeypatch.setattr(factor_product, "shared_limit_of", lambda index: HOPPER_SHARED_BYTES)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
     before = dict(BACKENDS)

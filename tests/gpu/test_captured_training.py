@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import flysurgery
 from flysurgery.gpu import weight_cache
-from flysurgery.gpu.branch import ahead
+from flysurgery.gpu.graph_branch import ahead
 from flysurgery.inference import clock
 from flysurgery.ops import trained, training
 from tests.support.blocks import TRAINED, to_train

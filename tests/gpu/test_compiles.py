@@ -25,9 +25,9 @@ from flysurgery.gpu import kernel as kernels
 from flysurgery.gpu.block_linear import launch_blocks, no_summands
 from flysurgery.gpu.compile import Compiled, compile_cubin, kernel_path
 from flysurgery.gpu.factor_by_factor import run_wide_ffn
+from flysurgery.gpu.factor_product import run_product
 from flysurgery.gpu.gated import run_gated
 from flysurgery.gpu.gradients import all_gradients
-from flysurgery.gpu.product import run_product
 from flysurgery.gpu.wide_gradient import wide_gradient
 from flysurgery.ops import (
     Attention,
@@ -40,8 +40,8 @@ from flysurgery.ops import (
     Norm,
     NormLinears,
     PatchEmbedding,
+    choose_launches,
     run,
-    ways,
 )
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
 from tests.patterns.strategies import pairs
@@ -101,8 +101,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         monkeypatch.setattr(torch._C, name, lambda *_: None, raising=False)
     monkeypatch.setattr(Tensor, "to", lambda x, *to, **more: x if to and getattr(to[0], "type", "") == "cuda" else own(x, *to, **more))
     monkeypatch.setattr(kernels, "Kernel", Noting)
-    monkeypatch.setattr(ways, "_decided", {})
-    monkeypatch.setattr(ways, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(choose_launches, "_decided", {})
+    monkeypatch.setattr(choose_launches, "_obstacle", lambda *_: None)
     for module in (layer_norm, row_sums, weight_space):
         monkeypatch.setattr(module, "kernels_take", lambda x: True)
     LAUNCHES.clear()
@@ -318,7 +318,7 @@ def test_any_sizes_are_taken_or_refused_in_a_sentence(launches: Launches, layers
     before = norm if normed else None
     of_linears = NormLinears(norm, (up,)), LinearResidual(up, residual)
     for operation in (*of_linears, FeedForward(before, up, down), FeedForward(before, Gated((up, up)), down, "silu")):
-        found = ways.way(x, operation)
+        found = choose_launches.way(x, operation)
         if isinstance(found, str):
             assert re.search("[a-z]+ [a-z]+", found)
         else:
@@ -327,7 +327,7 @@ def test_any_sizes_are_taken_or_refused_in_a_sentence(launches: Launches, layers
 
 def test_what_no_kernel_takes_is_refused_with_every_reason(launches: Launches) -> None:
     x, given = normal(3, 12, dtype=FLOAT), block(*factors(monarch, 12))(FLOAT, 3)
-    obstacle = ways.reason(x, given)
+    obstacle = choose_launches.reason(x, given)
     assert obstacle is not None and re.search(r"16 columns at a time.*; .*4 columns of a class at a time, .* c = 3", obstacle)
     with pytest.raises(BackendError, match=re.escape(obstacle)):
         run(x, given)
@@ -337,7 +337,7 @@ def test_what_is_remembered_holds_no_tensors(launches: Launches) -> None:
     up, down = factors(monarch, 64)
     x, given = normal(3, 64, dtype=HALF), block([up, up], down)(HALF, 3)
     references = [weakref.ref(tensor) for tensor in (x, *given.tensors)]
-    assert ways.reason(x, given) is None
+    assert choose_launches.reason(x, given) is None
     del x, given
     gc.collect()
     assert all(reference() is None for reference in references)
@@ -346,10 +346,10 @@ def test_what_is_remembered_holds_no_tensors(launches: Launches) -> None:
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT])
 def test_whole_blocks_and_heads_of_small_models_are_one_launch(launches: Launches, dtype: torch.dtype) -> None:
     for make, width in product((gonon, monarch), (192, 384)):
-        found = ways.way(normal(4000, width, dtype=dtype), block(*factors(make, width))(dtype, 4000))
+        found = choose_launches.way(normal(4000, width, dtype=dtype), block(*factors(make, width))(dtype, 4000))
         assert not isinstance(found, str) and found.launches() == ("the whole block",)
     for tokens in (1, 5, 50, 129, 197, 208, 257):
-        assert ways.reason(*attention(1, tokens, dtype)) is None
+        assert choose_launches.reason(*attention(1, tokens, dtype)) is None
 
 
 def refused(make: Make, features: int = 64, **changed: Any) -> tuple[Tensor, Any]:
@@ -371,4 +371,4 @@ REASONS: dict[str, Callable[[], tuple[Tensor, Any]]] = {
 
 @pytest.mark.parametrize("words", REASONS)
 def test_the_reason_says_what_is_wrong(launches: Launches, words: str) -> None:
-    assert words in str(ways.reason(*REASONS[words]()))
+    assert words in str(choose_launches.reason(*REASONS[words]()))

@@ -21,12 +21,12 @@ from flysurgery.ops import (
     LinearResidual,
     Norm,
     NormLinears,
+    choose_launches,
     leaves_moments,
     reason,
     run,
     run_with_moments,
     way,
-    ways,
 )
 from flysurgery.patterns import Architecture, gonon, low_rank, monarch
 from tests.support.blocks import (
@@ -63,7 +63,7 @@ def _seed() -> None:
 def in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows, too, by the kernel that has the whole block."""
     monkeypatch.setattr("flysurgery.ops.feed_forward.takes_few_rows", lambda *_: False)
-    monkeypatch.setattr(ways, "_decided", {})
+    monkeypatch.setattr(choose_launches, "_decided", {})
 
 
 def factor_by_factor(x: Tensor, given: Any) -> Tensor:

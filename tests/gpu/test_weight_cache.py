@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from flysurgery.factors import ks_einsum
 from flysurgery.gpu import weight_cache as derivation
+from flysurgery.gpu.factor_product import run_product
 from flysurgery.gpu.gradients import EagerLinear
-from flysurgery.gpu.product import run_product
 from flysurgery.gpu.weight_cache import derived, taking
 from flysurgery.patterns import Architecture
 from tests.gpu.conftest import EmulatedProduct

@@ -11,8 +11,8 @@ from flysurgery.factors import factors_to_dense
 from flysurgery.gpu import gather, hidden_gradient
 from flysurgery.gpu import wide_gradient as wide
 from flysurgery.gpu.block_linear import BlockTiling
-from flysurgery.gpu.branch import begin_ahead
 from flysurgery.gpu.gather import Packer
+from flysurgery.gpu.graph_branch import begin_ahead
 from flysurgery.gpu.hidden_gradient import HiddenTiles
 from flysurgery.ops import FeedForward, trained, training
 from flysurgery.ops.feed_forward import ACTIVATIONS

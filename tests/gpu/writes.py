@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flysurgery.gpu.branch import begin_ahead, know
+from flysurgery.gpu.graph_branch import begin_ahead, know
 from flysurgery.gpu.uncounted_writes import doubt_trained
 from flysurgery.gpu.weight_cache import forget_derived
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import flysurgery
 from flysurgery.errors import InferenceError, OptionError, PlanError
-from flysurgery.gpu.parts import FusedFactors
+from flysurgery.gpu.operands import FusedFactors
 from flysurgery.inference import clock
 from flysurgery.inference.standin import StandIn
 from flysurgery.layers import ButterflyLinear

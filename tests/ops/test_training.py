@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.errors import InferenceError
-from flysurgery.gpu import branch
-from flysurgery.gpu.branch import begin_ahead
+from flysurgery.gpu import graph_branch
+from flysurgery.gpu.graph_branch import begin_ahead
 from flysurgery.gpu.row_sums import keep_sums
 from flysurgery.ops import Attention, FeedForward, Gated, attended, trained, trained_with_x, training_reason
 from tests.support import blocks
@@ -98,7 +98,7 @@ def test_captured_steps_wait_for_all_that_they_read(name: str, by_hand: bool, by
     x, operation = to_train(name, ROWS, 192)
     optimizer = torch.optim.SGD(operation.tensors, 0.1)
     if by_hand:
-        monkeypatch.setattr(branch, "_BRANCHES", 1)
+        monkeypatch.setattr(graph_branch, "_BRANCHES", 1)
 
     def step() -> None:
         if not by_hand:

@@ -58,7 +58,7 @@ except AttributeError as error:
 def test_rooms_are_imported_when_they_are_asked_for() -> None:
     done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, check=True)
     first, second, third = done.stdout.splitlines()
-    assert (first, second) == ("True True False", "flysurgery.surgery.planning flysurgery.ops")
+    assert (first, second) == ("True True False", "flysurgery.surgery.make_plan flysurgery.ops")
     assert third == "module 'flysurgery' has no attribute 'nonsense'"
 
 

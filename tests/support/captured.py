@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from flysurgery.gpu import branch
-from flysurgery.ops import patches, training
+from flysurgery.gpu import graph_branch
+from flysurgery.ops import patch_embedding, training
 
 
 class Stream:
@@ -45,12 +45,12 @@ class Capture(TorchDispatchMode):
         self._references = list[StorageWeakRef]()  # so that no other memory gets the same number
         self._written = dict[int, int]()  # by memory: the last operation that wrote to it
         self._read = defaultdict[int, set[int]](set)  # likewise: those that have read it since
-        patch.setattr(branch, "_captured", lambda device: self.current if self.main.captures else None)
-        patch.setattr(branch, "_side_of", lru_cache(None)(self._side_of))
+        patch.setattr(graph_branch, "_captured", lambda device: self.current if self.main.captures else None)
+        patch.setattr(graph_branch, "_side_of", lru_cache(None)(self._side_of))
         patch.setattr(torch.cuda, "stream", self.on)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.current.captures)
         patch.setattr(Tensor, "record_stream", lambda *_: None)
-        for module in (patches, training):
+        for module in (patch_embedding, training):
             patch.setattr(module, "is_tracing", lambda *_: False)
 
     def _side_of(self, main: Stream, name: str) -> Stream:

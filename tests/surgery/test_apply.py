@@ -21,7 +21,7 @@ from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
 from flysurgery.patterns import monarch
 from flysurgery.projection import project
 from flysurgery.surgery import ExampleInput, Plan, Report, apply, densify, install, plan, plan_of
-from flysurgery.surgery.change import dense_layer
+from flysurgery.surgery.transaction import dense_layer
 from flysurgery.walker import Switch
 from tests.support.composed import Composed
 from tests.support.models import unchanged

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.device import device_obstacle, shared_limit_of
+from flysurgery.gpu.factor_product import factor_config, product_obstacle, run_product
 from flysurgery.gpu.fused_linear import fused_reason
 from flysurgery.gpu.gradients import EagerLinear
 from flysurgery.gpu.modes import mode_of
-from flysurgery.gpu.product import factor_config, product_obstacle, run_product
 from flysurgery.gpu.single_by_bmm import BatchedConfig
 from flysurgery.ops.backend import Backend, Problem, Runner, problem_of
 from flysurgery.patterns import Architecture

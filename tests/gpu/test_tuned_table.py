@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flysurgery.gpu import table
-from flysurgery.gpu.table import SCHEMA, TunedCase, TunedEntry, save_entries, tuned_config, user_table
+from flysurgery.gpu import tuned_table
+from flysurgery.gpu.tuned_table import SCHEMA, TunedCase, TunedEntry, save_entries, tuned_config, user_table
 from flysurgery.patterns import Architecture
 
 SQUARE = Architecture.of((1, 192, 48, 2), (2, 48, 192, 1))
@@ -18,8 +18,8 @@ CASE = TunedCase("Some GPU", "fused_linear", SQUARE, "fp16", 1, 25088)
 @pytest.fixture(autouse=True)
 def one_device(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
-    monkeypatch.setattr(table, "_SHIPPED", tmp_path / "shipped")
-    table.forget_choices()
+    monkeypatch.setattr(tuned_table, "_SHIPPED", tmp_path / "shipped")
+    tuned_table.forget_choices()
 
 
 def entry(rows: int, warps: int, **changes: object) -> TunedEntry:
@@ -66,7 +66,7 @@ def test_a_damaged_table_is_ignored_and_replaced(content: str, cache: Path) -> N
 
 
 def test_shipped_tables_are_whole() -> None:
-    for path in (Path(table.__file__).parent / "tuned").glob("*.json"):
+    for path in (Path(tuned_table.__file__).parent / "tuned").glob("*.json"):
         fields = json.loads(path.read_text())
         assert fields["schema"] == SCHEMA
-        assert len(table._read(path)) == len(fields["entries"]) > 0
+        assert len(tuned_table._read(path)) == len(fields["entries"]) > 0

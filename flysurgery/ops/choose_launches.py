@@ -11,7 +11,7 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu.device import device_obstacle
 from flysurgery.gpu.kernel import current_device
 from flysurgery.gpu.modes import DTYPE_NUMBERS
-from flysurgery.ops.dispatch import BACKENDS
+from flysurgery.ops.choose_backend import BACKENDS
 from flysurgery.torch_state import autocast_dtype, is_tracing, tf32_allowed
 
 Found = TypeVar("Found")

@@ -21,7 +21,7 @@ from flysurgery.gpu.attention import (
 from flysurgery.gpu.device import kernels_take, shared_limit_of
 from flysurgery.gpu.modes import HALF_MODES, mode_for
 from flysurgery.gpu.row_sums import keep_sums
-from flysurgery.ops.ways import Stage, Stages
+from flysurgery.ops.choose_launches import Stage, Stages
 from flysurgery.torch_state import is_tracing, refuse_second_derivative
 
 

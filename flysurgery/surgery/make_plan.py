@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from flysurgery.errors import OptionError, PatternError, PlanError, Reason, SelectionError
 from flysurgery.patterns import ARCHITECTURES, OF_BLOCKS, Architecture, named
 from flysurgery.surgery.base import find_base
-from flysurgery.surgery.change import refuse_converted
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Part, Plan
+from flysurgery.surgery.transaction import refuse_converted
 from flysurgery.walker import Example, Target, example_input, positional, select, walk
 
 DEFAULT_NBLOCKS = 4

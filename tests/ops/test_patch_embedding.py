@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flysurgery.errors import BackendError, InferenceError
-from flysurgery.ops import PatchEmbedding, embedded, reason, run, ways
-from flysurgery.ops.attend import copy_wide
+from flysurgery.ops import PatchEmbedding, choose_launches, embedded, reason, run
+from flysurgery.ops.attention import copy_wide
 
 FEATURES, PATCHES = 6, 12
 TOKENS = {"no token": (), "a class token": (1,), "a class token and registers": (1, 4)}
@@ -47,8 +47,8 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets tensors of any device through, to PyTorch's product."""
-    monkeypatch.setattr(ways, "_decided", {})
-    monkeypatch.setattr(ways, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(choose_launches, "_decided", {})
+    monkeypatch.setattr(choose_launches, "_obstacle", lambda *_: None)
 
 
 def by_hand(given: PatchEmbedding) -> Tensor:

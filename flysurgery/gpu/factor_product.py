@@ -12,10 +12,10 @@ from flysurgery.gpu.fused_linear import FusedLinear, fused_kernel, fused_reason
 from flysurgery.gpu.gather import Packer
 from flysurgery.gpu.kernel import current_device
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.single import SingleFactor
 from flysurgery.gpu.single_by_bmm import BatchedConfig, BatchedFactor, batched_configs, batched_pays
+from flysurgery.gpu.single_factor import SingleFactor
 from flysurgery.gpu.single_tiling import SingleConfig, candidates, single_reason
-from flysurgery.gpu.table import TunedCase, chosen_by_table, meet, rows_bucket, tuned_config
+from flysurgery.gpu.tuned_table import TunedCase, chosen_by_table, meet, rows_bucket, tuned_config
 from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Architecture, Pattern
 

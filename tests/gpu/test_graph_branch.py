@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flysurgery.gpu import branch
-from flysurgery.gpu.branch import Branch, ahead, begin_ahead
+from flysurgery.gpu import graph_branch
+from flysurgery.gpu.graph_branch import Branch, ahead, begin_ahead
 from tests.gpu.writes import CPU, WRITES, Use, uncounted, unseen
 from tests.support.captured import Capture, Stream
 
@@ -30,7 +30,7 @@ def weight() -> nn.Parameter:
 def pack(weight: Tensor) -> list[Tensor]:
     """By each of the branches."""
     with torch.no_grad():
-        return [ahead((weight,), lambda: weight * 2.0) for _ in range(branch._BRANCHES)]
+        return [ahead((weight,), lambda: weight * 2.0) for _ in range(graph_branch._BRANCHES)]
 
 
 def filled_again(weight: nn.Parameter, use: Use) -> None:
@@ -70,7 +70,7 @@ def test_branches_do_not_wait_without_need(capture: Capture, weight: nn.Paramete
         queued = capture.main.behind - before
         pack(source)
         main, *sides = [stream for stream in capture.streams if stream.captures]
-        assert len(sides) == branch._BRANCHES and all(side.behind <= main.behind for side in sides), "they are joined"
+        assert len(sides) == graph_branch._BRANCHES and all(side.behind <= main.behind for side in sides), "they are joined"
         assert [queued <= side.behind for side in sides] == [not known] * len(sides)
     assert capture.races == []
 
@@ -104,7 +104,7 @@ def test_no_source_is_kept() -> None:
     weight = nn.Parameter(torch.ones(4))
     pack(weight)
     memory = ref(weight.untyped_storage())
-    assert memory() in branch._known
+    assert memory() in graph_branch._known
     del weight
     gc.collect()
     assert memory() is None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops import BACKENDS, Backend, Problem, explain, ks_linear, ways
+from flysurgery.ops import BACKENDS, Backend, Problem, choose_launches, explain, ks_linear
 from flysurgery.patterns import Architecture
 
 SQUARE = Architecture.of((1, 192, 48, 2), (2, 48, 192, 1))
@@ -44,7 +44,7 @@ Register = Callable[..., None]
 def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
     """Makes these the only backends, for this test."""
     before = dict(BACKENDS)
-    monkeypatch.setattr(ways, "_decided", {})
+    monkeypatch.setattr(choose_launches, "_decided", {})
 
     def put(*backends: Backend) -> None:
         BACKENDS.clear()

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.gpu.branch import Branch, begin_ahead
 from flysurgery.gpu.dense import patches_obstacle, rows_of_image, run_patches
 from flysurgery.gpu.gradients import summed
+from flysurgery.gpu.graph_branch import Branch, begin_ahead
 from flysurgery.gpu.modes import current_mode
-from flysurgery.gpu.parts import present
+from flysurgery.gpu.operands import present
 from flysurgery.gpu.uncounted_writes import doubt_trained
-from flysurgery.ops.attend import copy_wide
-from flysurgery.ops.ways import Stage, Stages
+from flysurgery.ops.attention import copy_wide
+from flysurgery.ops.choose_launches import Stage, Stages
 from flysurgery.torch_state import is_tracing, refuse_second_derivative, without_autocast
 
 
