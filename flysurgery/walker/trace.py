@@ -156,7 +156,7 @@ def _left_out(model: nn.Module, example: tuple[Any, ...]) -> str:
     if not others:
         return ""
     also = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
-    return f"; the example gives {', '.join(given)}, and the forward also takes {also}: give what it needs, as a tuple or a dict"
+    return f"; the example gives {', '.join(given)}; if the forward needs {also} too, give a tuple or a dict of what it takes"
 
 
 def trace(double: nn.Module, example: tuple[Any, ...]) -> Trace:

@@ -86,7 +86,7 @@ class Pair(nn.Module):
         return self.linear(images) + ids
 
 
-MISSING = "images are missing; the example gives ids, and the forward also takes images: give what it needs, as a tuple or a dict$"
+MISSING = "images are missing; the example gives ids; if the forward needs images too, give a tuple or a dict of what it takes$"
 
 
 @pytest.mark.parametrize(
