@@ -95,12 +95,17 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def raised_as(kind: type[FlysurgeryError], what: str) -> Iterator[None]:
-    """Inside, an exception of any other kind, as libraries raise them, becomes one of ``kind`` that says ``what`` and why."""
+    """Inside, an exception of any other kind, as libraries raise them, becomes one of ``kind`` that says ``what`` and why.
+
+    That a GPU has no memory left stays what it is: callers try smaller batches then.
+    """
     try:
         yield
     except kind:
         raise
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which this room does not import
+            raise
         raise kind(f"{what}: {first_line(error)}") from error
 
 

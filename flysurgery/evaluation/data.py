@@ -115,7 +115,7 @@ def load_data(name: str | Path, model: nn.Module) -> ImageData:
     wanted, classes = preparation(model), classes_of(model)
     if str(name) in MADE:
         dataset = made(str(name), "held-out", model, wanted)
-    elif str(name) and Path(name).is_dir():
+    elif is_folder(name):
         dataset = labelled_pictures(Path(name), wanted.channels, wanted.transform())
     else:
         raise DataError(
@@ -161,6 +161,11 @@ def digits(part: Part, size: tuple[int, int], *, mean: Sequence[float], std: Seq
     return TensorDataset((images - center) / scale, torch.tensor(found.target[chosen], dtype=torch.int64))
 
 
+def is_folder(name: str | Path) -> bool:
+    """Whether a data set's name is that of a folder; an empty one is not, although ``Path`` takes it for the present folder."""
+    return bool(str(name)) and Path(name).is_dir()
+
+
 def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None = None, pictures: bool = False) -> Samples:
     """Take ``samples`` images of the data set ``name``, prepared for ``model``, whose weights may be on the meta device.
 
@@ -178,7 +183,7 @@ def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None 
         dataset = made(str(name), "train", model, wanted)
         found = torch.stack([dataset[index][0] for index in _order(len(dataset), count)[:count]])
         return samples_of(Samples(found, str(name)), count=samples, shape=wanted.shape)
-    if not str(name) or not folder.is_dir():
+    if not is_folder(name):
         raise DataError(f"there is no data set '{name}': expected 'digits', 'fractals' or a folder of images")
     transform, paths = wanted.transform(), image_files(folder)
     inputs, kept, skipped = list[Tensor](), list[Tensor](), list[str]()

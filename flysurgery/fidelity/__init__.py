@@ -4,7 +4,7 @@ from flysurgery.fidelity.captured import Captured, made_ahead
 from flysurgery.fidelity.measure import ENOUGH, Fidelity, measure_fidelity
 from flysurgery.fidelity.optimizer import Muon, parameter_groups
 from flysurgery.fidelity.reconstruction import Copied, Progress, Reconstruction, reconstruct
-from flysurgery.fidelity.settings import OUTPUT_WEIGHT, REACH, VIEWS, Settings, affordable, moments, rate_for
+from flysurgery.fidelity.settings import OUTPUT_WEIGHT, REACH, VIEWS, Settings, affordable, affordable_looks, moments, rate_for
 from flysurgery.fidelity.stream import Pull, Stream, relative_error
 from flysurgery.fidelity.views import views
 

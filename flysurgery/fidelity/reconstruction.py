@@ -19,7 +19,7 @@ from flysurgery.fidelity.captured import WARM_UP, Captured, made_ahead
 from flysurgery.fidelity.measure import Fidelity, first_tensor, measure_fidelity
 from flysurgery.fidelity.optimizer import Muon, parameter_groups
 from flysurgery.fidelity.processes import Processes, connected
-from flysurgery.fidelity.settings import OUTPUT_WEIGHT, REACH, TAUGHT, Settings, affordable, moments, rate_for
+from flysurgery.fidelity.settings import OUTPUT_WEIGHT, REACH, TAUGHT, Settings, affordable, affordable_looks, moments, rate_for
 from flysurgery.fidelity.stream import Pull, Stream, relative_error
 from flysurgery.fidelity.views import Source
 from flysurgery.inference import fuse
@@ -30,7 +30,7 @@ Progress = Callable[[int, int, str], None]
 """Called after each step with the number done, the number of all, and a short text: a layer's name, or the error."""
 
 RISING = 0.05  # share of the updates in which the rate grows
-LOOKS, LOOKED = 8, 0.25  # how often held-out samples judge a run, and the largest share of the time left that this may take
+LOOKS = 8  # how often held-out samples judge a run at most
 APART = 1_000_003  # the distance between the seeds of two processes, larger than that between seeds of users
 SLACK = 0.1  # the share of the budget by which a run may be late; beyond it the schedule follows the clock
 
@@ -255,7 +255,7 @@ def reconstruct(
             rate, until = rate_for(before.relative_error, settings.rate), started + settings.fusing_seconds
             with updating(student, teacher, source, cuts, rate, processes, until) as update:
                 left = processes.agreed(60 * settings.minutes - (perf_counter() - started))
-                count = max(1, min(LOOKS, int(LOOKED * left / look)))
+                count = affordable_looks(LOOKS, left, look)
                 updates = affordable(update, left - count * look, processes.agreed)
                 source.expect(updates * settings.batch * processes.count)
                 looks = moments(updates, count)

@@ -21,6 +21,7 @@ trials of 75 seconds on Monarch 4 with a dense v the class token and the patch t
 OUTPUT_WEIGHT = 0.2  # the weight of the error of what the model returns, beside the blocks' and the tokens' own. No other was tried
 HIGHEST_RATE, LEAST_RATE = 7e-3, 0.5e-3  # of a start that has all or next to nothing to learn, as shares of a parameter's size
 TIMED = 5  # updates that measure the time of one, where that takes no more than the share ``SPARED`` of the budget
+LOOKED = 0.2  # the largest share of a budget that looks at held-out samples may take
 SPARED = 0.03  # the share of what is left of a budget that the updates leave for everything else
 
 
@@ -61,6 +62,11 @@ def rate_for(relative_error: float, highest: float = HIGHEST_RATE) -> float:
 def moments(updates: int, looks: int) -> frozenset[int]:
     """Choose the updates after which held-out samples judge: the last one, and more towards the end, as the rate falls."""
     return frozenset(max(1, round((1 - (1 - look / looks) ** 2) * updates)) for look in range(1, looks + 1))
+
+
+def affordable_looks(most: int, budget: float, each: float) -> int:
+    """Choose how often held-out samples judge a run of so many seconds, at most ``most`` times, where one look takes ``each`` seconds."""
+    return max(1, min(most, int(LOOKED * budget / max(each, 1e-9))))
 
 
 def affordable(update: Callable[[], Tensor], seconds: float, agreed: Callable[[float], float]) -> int:

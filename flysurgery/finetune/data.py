@@ -67,7 +67,7 @@ def training_data(
     how: dict[str, Any] = {"crop": PHOTO_CROP, "flip": 0.5, "jitter": 0.4, "in_memory": False}
     if str(name) == "digits":
         dataset, how = _digit_pictures(wanted.channels), {"crop": DIGIT_CROP, "flip": 0.0, "jitter": 0.0, "in_memory": True}
-    elif not str(name) or not folder.is_dir():
+    elif not reading.is_folder(name):
         dataset = _named_pictures(str(name), root, "train", wanted.channels)
     elif is_labelled(folder, model) or (_class_folders(folder) and not teacher):
         dataset = reading.labelled_pictures(_training_part(folder), wanted.channels, skips=True)
@@ -91,7 +91,7 @@ def held_out_data(name: str | Path, model: nn.Module, *, root: Path | None = Non
     Images without labels need a ``teacher``, and their held-out images have no classes either. Raises DataError where they do not fit.
     """
     folder = Path(name)
-    apart = name if str(name) in reading.MADE or not folder.is_dir() else _part(folder, HELD_OUT)
+    apart = name if str(name) in reading.MADE or not reading.is_folder(name) else _part(folder, HELD_OUT)
     if apart is not None:
         return judging_data(apart, model, root=root, teacher=teacher)
     if not teacher or is_labelled(folder, model):
@@ -108,7 +108,7 @@ def judging_data(name: str | Path, model: nn.Module, *, root: Path | None = None
     if str(name) == "digits" and classes == 0:
         dataset = reading.made("digits", "held-out", model, wanted)
         return ImageData("digits", dataset, len(dataset), 0)
-    if str(name) not in reading.MADE and (not str(name) or not folder.is_dir()):
+    if str(name) not in reading.MADE and not reading.is_folder(name):
         named = _named_pictures(str(name), root, "validation", wanted.channels)
         named.transform = wanted.transform()
         return ImageData(f"{name} validation", named, len(named), 0 if classes == 0 else _classes_in(named) or classes or 0)

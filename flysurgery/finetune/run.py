@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flysurgery.errors import DataError, OptionError, TrainingError
 from flysurgery.evaluation import Accuracy, Fractals, ImageData
-from flysurgery.fidelity import Copied, Fidelity, Progress, affordable, moments, rate_for
+from flysurgery.fidelity import Copied, Fidelity, Progress, affordable, affordable_looks, moments, rate_for
 from flysurgery.finetune.batches import Batches, check_augmentation
 from flysurgery.finetune.data import TrainingData
 from flysurgery.finetune.judge import FUSED, Judge, Look, Teacher
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 LOOKS = 10  # how often a run without labels, or with a budget, is looked at
-LOOKED = 0.2  # the share of a budget that looks may take. Where they take longer there are fewer
 
 
 @dataclass(frozen=True)
@@ -306,7 +305,7 @@ class Loop:
             clock = perf_counter()  # a second look, which has nothing to set up, is timed
             self.judge.look(stepper.model, stepper.bare, accuracy=self.data.labelled)
             each, budget = self._agreed(perf_counter() - clock), 60 * self.settings.minutes
-            notes.looks = max(1, min(LOOKS, int(LOOKED * budget / max(each, 1e-9))))
+            notes.looks = affordable_looks(LOOKS, budget, each)
             rows = chain.from_iterable(self.batches.epoch(number, 0) for number in count())
             with stepper.rehearsal():
                 stepper.update(rows, 0).tolist()  # the first one sets things up, and is not timed

@@ -234,7 +234,7 @@ def check_weights(layers: Mapping[str, transaction.Dense], model: nn.Module) -> 
             if parameter.is_meta:
                 raise SurgeryError(f"layer {fqn} is on the meta device and has no weights to project; load the weights first")
             if not bool(torch.isfinite(parameter).all()):
-                raise ProjectionError(f"layer {fqn}: its {name} has NaN or infinite entries; mend the checkpoint or exclude the layer")
+                raise ProjectionError(f"layer {fqn}: its {name} has NaN or infinite entries; mend the checkpoint")
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
             raise ProjectionError(f"{name} has NaN or infinite entries, and so would all outputs; mend the checkpoint")

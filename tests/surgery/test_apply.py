@@ -204,6 +204,15 @@ def test_arguments_of_another_kind(call: Callable[..., Any], sentence: str, vit:
         call(vit_plan, vit)
 
 
+def test_a_gpu_without_memory_stays_what_it_is(vit: nn.Module) -> None:
+    def forward(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    vit.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):  # which the command line has a sentence for
+        flysurgery.evaluate(vit, [(IMAGES, torch.zeros(4, dtype=torch.int64))])
+
+
 @pytest.mark.parametrize("options", [{}, {"calibrate": True, "reconstruct": 0.01}])
 def test_a_parameter_that_stays_and_is_no_number_is_named(vit: nn.Module, vit_plan: Plan, many: Tensor, options: dict[str, Any]) -> None:
     vit.get_parameter("norm.weight").data[3] = torch.nan
